@@ -1,10 +1,12 @@
-r"""What a request body claims: one decoder for the gateway and the pod. Pure.
+r"""Fields of a request body that gateway and pod use: one decoder for both. Pure.
 
-Rules: a body is read for the fields that are asked for, and nothing else in it is built (`read_claims`), or it is
-built whole within bounds of depth and width (`read_object`). What counts is what the engine's parser would see: of
-keys that repeat the last one, keys spelled with `\u` escapes too. What a session's request says is strict JSON in
-UTF-8; other bodies are read as leniently as the engine reads them. Nothing is written anew: what our own parts say is
-put behind the rest, where it counts.
+Rules:
+
+1. Only the requested fields of a body are built (`read_claims`), or the whole body within bounds of depth and width
+   (`read_object`).
+2. The decoder sees the same values as the engine's parser: the last one of repeated keys, also with `\u` escapes.
+3. A request that names a session must be strict JSON in UTF-8. Other bodies are read as leniently as the engine does.
+4. No body is written anew. Our own fields are appended, where they take precedence.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,32 +30,30 @@ from contextcache.requests import LARGE_BYTES
 SESSION_HEADER = "x-session-id"
 RESPONSES_PATH = "/v1/responses"
 TURN_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", RESPONSES_PATH})
-"""Calls that can be a context's turn, and whose KV can be kept without one: vLLM 0.32 takes a salt and our order in
-each."""
+"""Calls that may be a context's turn, or whose KV may be kept. vLLM 0.32 accepts a salt and our order in each."""
 IF_MISSING = "if_missing"
-"""What `context_create` says in a turn whose context may not be there yet."""
+"""Value of `context_create` in a turn that creates its context if there is none."""
 FORBIDDEN_KEYS = ("cache_salt", "kv_transfer_params", "ec_transfer_params")
-"""What only our own parts may tell the engine: whose prefix cache it may hit, which KV and which encoder's outputs to
-load, and from which machine."""
+"""Fields that only our own processes may set: the salt of the prefix cache, and the KV and encoder outputs to load."""
 
 DEPTH_MAX = 100
 CONTAINERS_MAX = 32_000
 """Lists and objects. vLLM 0.32 takes 15 us for one in a message, and more for one that fits none of its types."""
 STRINGS_MAX = 128_000
-"""Keys and texts: four for each object, as in a message."""
+"""Keys and strings: four for each object, as in a message."""
 VALUES_MAX = 2_200_000
-"""Nearly all of them token ids: more than two million, the longest contexts there are."""
+"""All values. Nearly all are token ids: the longest contexts have two million."""
 OTHER_VALUES_MAX = 128_000
-"""Values outside `prompt`, `input` and `tokens`, where token ids are: vLLM 0.32 takes 60 us for a number that stands
-where an object should."""
+"""Values outside `prompt`, `input` and `tokens`, which hold token ids. vLLM 0.32 takes 60 us for a number in place of
+an object."""
 BRACKETS_MAX = 2_000_000
-"""In any body, those in texts too: beyond it even reading past them takes its time, here and in the engine."""
+"""Opening brackets of any body, those in strings too. Beyond it even skipping them is slow, here and in the engine."""
 _COLONS_MAX = 20_000
-"""A body with more of them may hold so many keys that reading their names would stall a process: none is read then."""
+"""Colons of a body whose keys are all listed. More keys would block the event loop."""
 _NARROW = 20_000
-"""Values below which nobody has to look where they are."""
+"""Bodies with fewer values skip the structure check."""
 _NAME_BYTES_MAX = 4096
-"""Of a session's or a model's name, as spelled."""
+"""Bytes of a session's or a model's name, escapes included."""
 _EXTRA_ARGUMENTS_BYTES_MAX = 64 << 10
 
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
@@ -63,10 +63,14 @@ _BACKSLASHES = re.compile(rb"\\*")
 _JSON_START = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*[\[{]")
 _NULL = b"null"
 _UNSET = msgspec.Raw()
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
+_UNREADABLE = (*_NOT_JSON, RecursionError)
+
+DecodedT = TypeVar("DecodedT")
 
 
 class _Fields(msgspec.Struct, gc=False):
-    """The keys that are asked for, as they are spelled; what has none is empty."""
+    """JSON of the requested fields. An absent field is empty."""
 
     session_id: msgspec.Raw = _UNSET
     model: msgspec.Raw = _UNSET
@@ -80,12 +84,12 @@ class _Fields(msgspec.Struct, gc=False):
     input: msgspec.Raw = _UNSET
     tokens: msgspec.Raw = _UNSET
     prompt_cache_key: msgspec.Raw = _UNSET
-    """What Codex calls a conversation."""
+    """Codex's name of a conversation."""
     vllm_xargs: msgspec.Raw = _UNSET
-    """vLLM puts this object's keys where `kv_transfer_params` ends up too."""
+    """Extra arguments. vLLM merges this object's keys into the same place as `kv_transfer_params`."""
     context_create: msgspec.Raw = _UNSET
     request_id: msgspec.Raw = _UNSET
-    """The client's name for the request, by which vLLM names the answer."""
+    """The client's name for the request. vLLM derives the answer's id from it."""
     previous_response_id: msgspec.Raw = _UNSET
     conversation: msgspec.Raw = _UNSET
     store: msgspec.Raw = _UNSET
@@ -99,7 +103,7 @@ class _Object(msgspec.Struct, gc=False):
 
 
 class _Part(msgspec.Struct, gc=False):
-    """A part of a message; a tool's result has parts of its own."""
+    """Part of a message. A tool's result has parts of its own."""
 
     content: list[_Object | str] | _Object | _Plain = None
 
@@ -110,16 +114,9 @@ class _Message(msgspec.Struct, gc=False):
     tool_calls: list[_Object] | _Object | _Plain = None
 
 
-class _Forbidden(msgspec.Struct, gc=False):
-    cache_salt: msgspec.Raw = _UNSET
-    kv_transfer_params: msgspec.Raw = _UNSET
-    ec_transfer_params: msgspec.Raw = _UNSET
-
-
 _ASKED = frozenset(_Fields.__struct_fields__)
 _FIELDS = msgspec.json.Decoder(_Fields)
 _MESSAGES = msgspec.json.Decoder(list[_Message | list[_Message]])
-_FORBIDDEN = msgspec.json.Decoder(_Forbidden)
 _STRING = msgspec.json.Decoder(str)
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -127,68 +124,67 @@ _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a body that is an object says of what concerns us."""
+    """Fields of a body that is a JSON object."""
 
     body: bytes = field(repr=False)
-    """In UTF-8."""
+    """The whole body in UTF-8."""
     fields: _Fields = field(repr=False)
     names: frozenset[str] = frozenset()
-    """Keys beside those of `fields`; none of a body that may hold too many."""
+    """Keys besides those of `fields`; empty for a body with too many keys."""
     is_lenient: bool = False
-    """Whether `fields` were read with other values in the place of what strict JSON has not."""
+    """True: the body is no strict JSON, and `fields` have replacements for such values."""
+
+    def is_set(self, key: str) -> bool:
+        """Return whether a field is there and not null."""
+        spelled = getattr(self.fields, key)
+        return len(spelled) > 0 and bytes(memoryview(spelled)[:5]) != _NULL
 
     def session_id(self) -> SessionId | None:
-        """Return the context that is named. Raises InvalidRequest when it cannot be one."""
-        spelled = bytes(self.fields.session_id)
-        if spelled in (b"", _NULL):
-            return None
-        return context_id(_name(spelled))
+        """Return the named context. Raises InvalidRequest for a name that no context can have."""
+        return context_id(self.text("session_id")) if self.is_set("session_id") else None
 
     def model(self) -> str | None:
-        """Return the model that is named, if one is."""
-        return _name(self.fields.model)
+        """Return the named model."""
+        return self.text("model")
 
     def text(self, key: str) -> str | None:
-        """Return a short text that one of the fields is."""
-        return _name(getattr(self.fields, key))
+        """Return a field that is a short string; None: it is something else."""
+        return _text(getattr(self.fields, key))
 
     def value(self, key: str) -> Any:
-        """Return what a field is; None: nothing. Raises InvalidRequest for more than a name's length."""
-        spelled = bytes(getattr(self.fields, key))
-        if spelled in (b"", _NULL):
+        """Return the value of a short field; None: it is absent. Raises InvalidRequest for a longer one."""
+        spelled = getattr(self.fields, key)
+        if not self.is_set(key):
             return None
-        try:
+        with suppress(*_UNREADABLE):  # lone surrogates, which Python's parser accepts
             if len(spelled) <= _NAME_BYTES_MAX:
                 return msgspec.json.decode(spelled)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            pass  # halves of characters, as Python reads them
         raise InvalidRequest(f"{key} must be JSON of at most {_NAME_BYTES_MAX} bytes", param=key)
 
     def creates_if_missing(self) -> bool:
-        """Return whether the context that is named is to be created where there is none."""
-        return _name(self.fields.context_create) == IF_MISSING
+        """Return whether the request creates the named context if there is none."""
+        return self.text("context_create") == IF_MISSING
 
     def changed(
         self, *, salt: str = "", order: str = "", previous: str = "", session_id: SessionId = ""
     ) -> bytes | None:
         """Return the body with the tenant's salt and an order for the connector, and without forbidden keys.
 
-        `previous`: the response to continue from, in the place of the client's; `session_id`: its context, where the
-        body names one. Empty: no salt, no order, the client's.
-        None: it can stay as it is. Of keys that repeat, the last one counts: what is put behind the rest takes the
-        place of what a client says. All four are letters, digits, `.`, `_`, `-`.
-        Raises InvalidRequest for extra arguments that cannot be looked through.
+        `previous` replaces the client's response to continue from. `session_id` replaces the context that the body
+        names. Empty: no change. All four consist of letters, digits, `.`, `_` and `-`.
+        None: the body can stay as it is. Of repeated keys the last one counts, so appended fields replace the client's.
+        Raises InvalidRequest for extra arguments that cannot be checked.
         """
         fields = self.fields
         ours = {key: _NULL for key in FORBIDDEN_KEYS if getattr(fields, key)}
         if salt:
-            ours["cache_salt"] = b'"' + salt.encode() + b'"'
+            ours["cache_salt"] = b'"%b"' % salt.encode()
         if order:
             ours["kv_transfer_params"] = b'{"%b":"%b"}' % (KV_TRANSFER_KEY.encode(), order.encode())
         if previous:
-            ours["previous_response_id"] = b'"' + previous.encode() + b'"'
-        if session_id and bytes(fields.session_id) not in (b"", _NULL):
-            ours["session_id"] = b'"' + session_id.encode() + b'"'
+            ours["previous_response_id"] = b'"%b"' % previous.encode()
+        if session_id and self.is_set("session_id"):
+            ours["session_id"] = b'"%b"' % session_id.encode()
         extra = _allowed_arguments(fields.vllm_xargs)
         if extra is not None:
             ours["vllm_xargs"] = _rebuilt_arguments(self.body) if self.is_lenient else extra
@@ -196,33 +192,30 @@ class Claims:
 
 
 def read_claims(body: bytes, path: str = "") -> Claims | None:
-    """Return the claim that the engine would see; None: the body is no object, or the engine reads none of it.
+    """Return the fields that the engine would see; None: the body is no object, or the engine cannot read it.
 
-    Raises InvalidRequest with line and column for a body that is no strict JSON and names a session, is too deep or
-    too wide, or is large and in another encoding than UTF-8. `path`: see `check_items`.
+    Raises InvalidRequest with line and column for a body that names a session and is no strict JSON, is too deep or
+    too wide, or is large and not in UTF-8. `path`: see `check_items`.
     """
     if _JSON_START.match(body):
         _check_shape(body)
-    found = _lenient_claims(body)
-    if found is not None:
-        check_items(path, found)
-    return found
-
-
-def _lenient_claims(body: bytes) -> Claims | None:
     try:
-        return _strict_claims(body)
+        found = _strict_claims(body)
     except InvalidRequest as strict:
         if b'"session_id"' in body:
             raise
-        found = _read_as_engine(body, strict)
-        if found is not None and bytes(found.fields.session_id) not in (b"", _NULL):
+        lenient = _read_as_engine(body, strict)
+        if lenient is None:
+            return None
+        if lenient.is_set("session_id"):
             raise
-        return found
+        found = lenient
+    check_items(path, found)
+    return found
 
 
 def read_strict_claims(body: bytes, path: str = "") -> Claims:
-    """Return the claim in a body of strict JSON. Raises InvalidRequest naming line, column and fault.
+    """Return the fields of a body of strict JSON. Raises InvalidRequest with line, column and fault.
 
     `path`: see `check_items`.
     """
@@ -233,10 +226,10 @@ def read_strict_claims(body: bytes, path: str = "") -> Claims:
 
 
 def check_items(path: str, claims: Claims) -> None:
-    """Refuse messages, and items of a response's input, that are no objects of that kind. Raises InvalidRequest.
+    """Raise InvalidRequest for messages, or items of a response's input, of the wrong type.
 
-    The engine refuses them too, but first tries each item with every type that it knows. 3 KB of such items block
-    its event loop for ten seconds.
+    The engine refuses them too, but first tries each item with every type that it knows: 3 KB of such items block its
+    event loop for ten seconds.
     """
     fields = claims.fields
     _check_list("messages", fields.messages, _MESSAGES.decode)
@@ -245,60 +238,59 @@ def check_items(path: str, claims: Claims) -> None:
 
 
 def _check_list(name: str, spelled: msgspec.Raw, check: Callable[[bytes | msgspec.Raw], object]) -> None:
-    """Check a field that is a list. Raises InvalidRequest."""
+    """Check a field if it is a list. Raises InvalidRequest."""
     if bytes(memoryview(spelled)[:1]) != b"[":
         return
     try:
-        try:
-            check(spelled)
-        except msgspec.ValidationError:
-            raise
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            check(bytes(_with_plain_values(bytes(spelled))))
+        _leniently(check, spelled)
     except msgspec.ValidationError as exc:
         where = re.search(r"`\$([^`]*)`$", str(exc))
         raise InvalidRequest(f"{name}{where[1] if where else ''} has the wrong type", param=name) from exc
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except _UNREADABLE as exc:
         raise InvalidRequest(f"{name} is not valid JSON", param=name) from exc
+
+
+def _leniently(decode: Callable[[bytes | msgspec.Raw], DecodedT], spelled: bytes | msgspec.Raw) -> DecodedT:
+    """Decode JSON, strict or as Python reads it. Raises as the decoder."""
+    try:
+        return decode(spelled)
+    except msgspec.ValidationError:
+        raise
+    except _NOT_JSON:
+        return decode(bytes(_with_plain_values(bytes(spelled))))
 
 
 def _strict_claims(body: bytes) -> Claims:
     try:
         return Claims(body, *_decoded(body))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except _UNREADABLE as exc:
         raise _explained(body, exc) from exc
 
 
-def read_object(body: bytes, path: str = "") -> dict[str, Any]:
-    """Return the JSON object in `body`. Raises InvalidRequest naming line, column and fault, or the limit.
-
-    `path`: see `check_items`; empty: they are not looked at.
-    """
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in `body`. Raises InvalidRequest with line, column and fault, or the exceeded limit."""
     _check_shape(body)
-    if path:
-        check_items(path, _strict_claims(body))
     try:
         return _OBJECT.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except _UNREADABLE as exc:
         raise _explained(body, exc) from exc
 
 
 def claimed_session(claims: Claims | None, header: str | None) -> SessionId | None:
     """Return the context that a request names, or None. Raises InvalidRequest.
 
-    `header` is `X-Session-ID`, a repeated one joined with commas: once or five times, it names the same context. A
-    value that does not begin with `ctx_` is a label (`label_of`). `claims`: None when the body was not read.
+    `header`: all values of `X-Session-ID`, joined with commas; equal values count once. A value without the prefix
+    `ctx_` is a label (`label_of`). `claims`: None if the body was not read.
     """
     named = None if claims is None else claims.session_id()
-    labels = _labels(header)
-    contexts = {label for label in labels if label.startswith(MINTED_PREFIX)}
+    contexts = {label for label in _labels(header) if label.startswith(MINTED_PREFIX)}
     if named is not None:
         if not contexts <= {named}:
             raise InvalidRequest("the body and the X-Session-ID header name different contexts", param="session_id")
         return named
     if len(contexts) > 1:
         raise InvalidRequest("X-Session-ID is repeated with different contexts; send it once", param="X-Session-ID")
-    if not contexts and claims is not None and bytes(claims.fields.context_create) not in (b"", _NULL):
+    if not contexts and claims is not None and claims.is_set("context_create"):
         raise InvalidRequest(
             f"context_create needs a session_id in the body, or an X-Session-ID that begins with {MINTED_PREFIX}",
             param="session_id",
@@ -311,24 +303,22 @@ def label_of(header: str | None) -> SessionId | None:
     labels = _labels(header)
     label = labels.pop() if len(labels) == 1 else ""
     is_name = SESSION_ID_PATTERN.fullmatch(label) and not label.startswith((MINTED_PREFIX, KEPT_PREFIX))
-    return SessionId(label) if is_name else None
+    return label if is_name else None
 
 
 def refuse_session(claims: Claims | None) -> None:
-    """Raise InvalidRequest when a call that cannot carry a context names one: it must not be answered without."""
-    if claims is None:
-        return
-    if bytes(claims.fields.session_id) not in (b"", _NULL):
+    """Raise InvalidRequest if a call without support for contexts names one."""
+    if claims is not None and claims.is_set("session_id"):
         raise InvalidRequest("session_id is not allowed here: this call cannot use a context", param="session_id")
 
 
 def is_opaque(content_type: str) -> bool:
-    """Return whether a body of this type is never looked into: an upload."""
+    """Return whether a body of this type is never read: an upload."""
     return content_type.lower().startswith("multipart/")
 
 
 def remove_forbidden_keys(built: dict[str, Any]) -> None:
-    """Remove the forbidden keys from a body that is built, and from its extra arguments."""
+    """Remove the forbidden keys from a built body and from its extra arguments."""
     extra = built.get("vllm_xargs")
     for held in [built, extra] if isinstance(extra, dict) else [built]:
         for key in FORBIDDEN_KEYS:
@@ -339,22 +329,20 @@ def _labels(header: str | None) -> set[str]:
     return set() if header is None else {label.strip(" \t") for label in header.split(",")}
 
 
-def _name(spelled: bytes | msgspec.Raw) -> str | None:
-    if not 0 < len(spelled) <= _NAME_BYTES_MAX:
-        return None
+def _text(spelled: msgspec.Raw) -> str | None:
     try:
-        return _STRING.decode(spelled)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _STRING.decode(spelled) if 0 < len(spelled) <= _NAME_BYTES_MAX else None
+    except _NOT_JSON:
         return None
 
 
 def _allowed_arguments(spelled: msgspec.Raw) -> bytes | None:
-    """Return vLLM's extra arguments without forbidden keys; None when there are none in them."""
+    """Return vLLM's extra arguments without forbidden keys; None if they have none. Raises InvalidRequest."""
     try:
-        held = _FORBIDDEN.decode(spelled) if spelled else _Forbidden()
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None  # no object: the engine says so
-    if not any(getattr(held, key) for key in FORBIDDEN_KEYS):
+        held = _FIELDS.decode(spelled) if spelled else None
+    except _NOT_JSON:
+        return None  # No object: the engine rejects it.
+    if held is None or not any(getattr(held, key) for key in FORBIDDEN_KEYS):
         return None
     if len(spelled) > _EXTRA_ARGUMENTS_BYTES_MAX:
         raise InvalidRequest(
@@ -362,14 +350,13 @@ def _allowed_arguments(spelled: msgspec.Raw) -> bytes | None:
         )
     try:
         members = _MEMBERS.decode(spelled)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return _rebuilt_arguments(b'{"vllm_xargs":%b}' % bytes(spelled))  # halves of characters, as Python reads them
-    kept = {key: value for key, value in members.items() if key not in FORBIDDEN_KEYS}
-    return msgspec.json.encode(kept)
+    except _NOT_JSON:
+        return _rebuilt_arguments(b'{"vllm_xargs":%b}' % bytes(spelled))  # lone surrogates
+    return msgspec.json.encode({key: value for key, value in members.items() if key not in FORBIDDEN_KEYS})
 
 
 def _rebuilt_arguments(body: bytes) -> bytes:
-    """Return the extra arguments of a body as Python reads them, without forbidden keys. Raises InvalidRequest."""
+    """Return a body's extra arguments as Python reads them, without forbidden keys. Raises InvalidRequest."""
     if len(body) > LARGE_BYTES:
         raise InvalidRequest(f"a body with such vllm_xargs may hold at most {LARGE_BYTES} bytes", param="vllm_xargs")
     try:
@@ -380,9 +367,9 @@ def _rebuilt_arguments(body: bytes) -> bytes:
 
 
 def _with_members(body: bytes, members: Mapping[str, bytes]) -> bytes:
-    """Return a valid object with more members at its end, the rest as it came."""
+    """Return a valid object with more members at its end; the other bytes stay."""
     end = body.rindex(b"}")
-    # Only an empty object ends so; looked at where it may be one, because it copies.
+    # Most objects fail the cheap first test; the second one copies the body.
     is_empty = body[end - 1] in b"{ \t\r\n" and body[:end].rstrip().endswith(b"{")
     ours = b",".join(b'"%b":%b' % (key.encode(), value) for key, value in members.items())
     whole = memoryview(body)  # prompts are long: copied once
@@ -390,7 +377,7 @@ def _with_members(body: bytes, members: Mapping[str, bytes]) -> bytes:
 
 
 def _decoded(body: bytes | bytearray) -> tuple[_Fields, frozenset[str]]:
-    """Return the fields that are asked for, and the names of all others. Raises as a decoder does."""
+    """Return the requested fields and the names of all others. Raises as a decoder does."""
     if body.count(b":") <= _COLONS_MAX:
         with suppress(UnicodeDecodeError):  # in a name: the engine may read it
             members = _MEMBERS.decode(body)
@@ -400,12 +387,12 @@ def _decoded(body: bytes | bytearray) -> tuple[_Fields, frozenset[str]]:
 
 
 def _read_as_engine(body: bytes, strict: InvalidRequest) -> Claims | None:
-    """Read what Python's json would: any Unicode encoding, a byte order mark, NaN, halves of characters."""
+    """Read all that Python's json reads: any Unicode encoding, a byte order mark, NaN, lone surrogates."""
     _check_brackets(body)
     try:
         encoding = json.detect_encoding(body)
         if encoding != "utf-8" and len(body) > LARGE_BYTES:
-            raise strict  # it would be held three times over
+            raise strict  # Its conversion would hold three copies.
         text = body if encoding == "utf-8" else body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
         if text is not body:
             _check_shape(text)
@@ -417,13 +404,13 @@ def _read_as_engine(body: bytes, strict: InvalidRequest) -> Claims | None:
 
 
 def _with_plain_values(text: bytes) -> bytearray:
-    r"""Return the same keys in the same places, with values that strict JSON has in the place of others.
+    r"""Return the same JSON with strict values of equal length in place of NaN, Infinity and lone surrogates.
 
-    `\ud…` becomes `\uc…`, letters that no key of ours has: half a character is then a whole one, and a whole one two.
+    `\ud…` becomes `\uc…`, whose letters are in none of our keys: a lone surrogate becomes one letter, a pair two.
     """
     plain_text = bytearray(text)
     for odd, plain in ((b"NaN", b"0.0"), (b"Infinity", b"0.000000"), (rb"\ud", rb"\uc"), (rb"\uD", rb"\uc")):
-        # Piece by piece, each with what begins in it: one copy of a large body beside the body is enough.
+        # In pieces that overlap by a match, so that a large body is copied once and not twice.
         for start in range(0, len(plain_text), LARGE_BYTES):
             end = start + LARGE_BYTES + len(odd) - 1
             plain_text[start:end] = plain_text[start:end].replace(odd, plain)
@@ -438,7 +425,7 @@ def _check_brackets(body: bytes) -> int:
 
 
 def _check_shape(body: bytes) -> None:
-    """Refuse a body with too many objects to build, here or in the engine. Raises InvalidRequest."""
+    """Raise InvalidRequest for a body with too many or too deep objects to build, here or in the engine."""
     containers = _check_brackets(body)
     if containers <= DEPTH_MAX and body.count(b",") + containers <= _NARROW:
         return
@@ -456,14 +443,14 @@ def _check_shape(body: bytes) -> None:
 def _structure(body: bytes) -> bytes:
     """Return the brackets and commas outside strings. Raises InvalidRequest for too many strings.
 
-    Strings are left out by cutting at their quotes, once those in them are gone; all in passes of C, over a piece at a
-    time, so that no copy of a large body is held beside it.
+    Removes escaped quotes, then splits at quotes: every second piece is a string. Each pass is in C, over a piece at a
+    time, so that a large body is not copied as a whole.
     """
     outside: list[bytes] = []
     quotes = start = 0
     while start < len(body):
         end = min(start + LARGE_BYTES, len(body))
-        if body[end - 1 : end] == b"\\":  # an escape is not cut in two
+        if body[end - 1 : end] == b"\\":  # An escape must not be cut in two.
             escapes = _BACKSLASHES.match(body, end)
             end = 1 + (escapes.end() if escapes else end)
         pieces = body[start:end].replace(b"\\\\", b"").replace(rb"\"", b"").split(b'"')
@@ -476,19 +463,16 @@ def _structure(body: bytes) -> bytes:
 
 
 def _num_ids(body: bytes) -> int:
-    """Return how many values are in the fields of a body that are lists of numbers, or lists of those."""
+    """Return the number of values in the fields that may hold token ids and hold only numbers, or lists of them."""
     try:
-        try:
-            fields = _FIELDS.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            fields = _FIELDS.decode(_with_plain_values(body))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fields = _leniently(_FIELDS.decode, body)
+    except _UNREADABLE:
         return 0
     return sum(map(_num_numbers, (fields.prompt, fields.input, fields.tokens)))
 
 
 def _num_numbers(spelled: msgspec.Raw) -> int:
-    """Return how many commas are in a list of numbers, or of lists of them; 0: it is something else."""
+    """Return the number of commas in a list of numbers, or of lists of numbers; 0: the value is something else."""
     view, commas = memoryview(spelled), 0
     if bytes(view[:1]) != b"[":
         return 0
@@ -501,21 +485,21 @@ def _num_numbers(spelled: msgspec.Raw) -> int:
 
 
 def _check_depth(structure: bytes) -> None:
-    """Take away the innermost pairs as often as they may lie in each other; nothing may be left then."""
+    """Remove the innermost pairs of brackets DEPTH_MAX times. Raises InvalidRequest if pairs are left."""
     brackets = structure.translate(_ONE_KIND, _NO_BRACKETS)
     for _ in range(DEPTH_MAX):
         shorter = brackets.replace(b"[]", b"")
         if len(shorter) == len(brackets):
-            return  # what is left has no pairs: the decoder says where
+            return  # The rest has no pairs: the decoder reports the place.
         brackets = shorter
     if brackets:
         raise InvalidRequest("invalid JSON: nested too deeply")
 
 
 def _explained(body: bytes, exc: Exception) -> InvalidRequest:
-    """Return what is wrong with a body in a client's words: line, column, and the comma that is too many or missing.
+    """Return a fault in a client's terms: line, column, and the missing or extra comma.
 
-    The two bodies printed in the EP are not valid JSON; they are refused rather than repaired.
+    The two bodies printed in the EP are not valid JSON. They are refused rather than repaired.
     """
     told = str(exc)
     if isinstance(exc, RecursionError):

@@ -16,14 +16,14 @@ SessionId: TypeAlias = str
 CacheRef: TypeAlias = str
 """Name of the saved KV of one generation (the EP's `kv_cache_sidecar_ref`): `ref_` + 128 random bits in hex."""
 TenantId: TypeAlias = str
-"""Whoever an API key belongs to."""
+"""Owner of API keys. Contexts and KV belong to a tenant."""
 ModelId: TypeAlias = str
 """Model as the client names it: the engine's served model name."""
 KVKind: TypeAlias = Literal["full_attention", "sliding_window", "state"]
-"""What a layer keeps of the tokens before: all of them, those of a window, or one state of exactly that many."""
+"""KV of a layer: of all tokens before, of a window of them, or one state after exactly that many tokens."""
 
 DEFAULT_TTL_S = 3600
-"""The EP's default life of a context."""
+"""Default TTL of the EP."""
 MIN_TTL_S = 60
 MAX_TTL_S = 7 * 24 * 3600
 MAX_LIST_LIMIT = 100
@@ -31,33 +31,33 @@ MAX_LIST_LIMIT = 100
 
 @dataclass(frozen=True, slots=True)
 class KeptMiss:
-    """Where a prompt left what was kept of its conversation."""
+    """Position where a prompt diverged from the kept KV of its conversation."""
 
     matched: int
-    """Tokens that something of the tenant's had of it."""
+    """Leading tokens of the prompt that stored KV of the tenant had."""
     of: int
-    """Its tokens."""
+    """Tokens of the prompt."""
     at_ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class KeptGroup:
-    """The KV of plain requests that seem to be one conversation, at one sidecar."""
+    """Kept KV of plain requests that seem to be one conversation, at one sidecar."""
 
     group: SessionId
     num_tokens: int
-    """Of the longest."""
+    """Tokens of the longest manifest."""
     size_bytes: int
-    """Of all, each block once."""
+    """Bytes of all manifests; shared blocks count once."""
     expires_at_ms: int
     used_at_ms: int
-    """When it was saved or found last; 0: not known."""
+    """Time of the last save or hit; 0: unknown."""
     num_manifests: int
     last_miss: KeptMiss | None = None
 
 
 class SessionState(Enum):
-    """Where a session stands; a tombstone is an error (`ContextExpired`), not a state a caller sees."""
+    """State of a live session. Callers see a tombstone as an error (`ContextExpired`)."""
 
     CREATING = "creating"
     READY = "ready"
@@ -72,14 +72,14 @@ class SessionMode(Enum):
 
 
 class TtlPolicy(Enum):
-    """Whether a turn extends the life (`sliding`) or not (`fixed`)."""
+    """Whether a turn renews the TTL (`sliding`) or not (`fixed`)."""
 
     FIXED = "fixed"
     SLIDING = "sliding"
 
 
 class ContextMode(Enum):
-    """How a prompt is read: decided by comparison, as new text, or as the whole history again."""
+    """Meaning of a prompt: new text, the whole history again, or decided by comparison."""
 
     AUTO = "auto"
     APPEND = "append"
@@ -87,14 +87,14 @@ class ContextMode(Enum):
 
 
 class UsageFormat(Enum):
-    """How an answer's usage counts the prompt: what was computed, beside the context, or the whole as OpenAI does."""
+    """Prompt tokens in an answer's usage: those outside the context, or all of them as OpenAI counts."""
 
     CONTEXT = "context"
     OPENAI = "openai"
 
 
 class SegmentKind(Enum):
-    """Who wrote a segment: the client (`prompt`) or the model (`answer`)."""
+    """Author of a segment: the client (`prompt`) or the model (`answer`)."""
 
     PROMPT = "prompt"
     ANSWER = "answer"
@@ -102,10 +102,10 @@ class SegmentKind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """One piece of a transcript, immutable; equal to any other of the same content, packed or not.
+    """One piece of a transcript, immutable. Segments of equal content are equal, packed or not.
 
-    Exactly one of `text` (completions) and `messages_json` (chat, a JSON array) is non-empty, except for an
-    empty answer. `token_ids` are what the engine saw; they are never made again from the text.
+    Exactly one of `text` (completions) and `messages_json` (chat, a JSON array) is non-empty, except for an empty
+    answer. `token_ids` are the ids that the engine saw; the text is never tokenised again.
     """
 
     kind: SegmentKind
@@ -115,7 +115,7 @@ class Segment:
 
     @property
     def num_tokens(self) -> int:
-        """How many ids there are, without looking at them."""
+        """Number of ids; does not unpack them."""
         return len(self.token_ids)
 
     @override
@@ -144,9 +144,9 @@ class CacheSessionMetadata:
     cache_ref: CacheRef
     """KV of `generation`; empty when none was saved."""
     previous_cache_ref: CacheRef
-    """KV of the generation before: a fall-back when a crash lost the newest save; may be empty."""
+    """KV of the generation before, used if a crash lost the newest save; may be empty."""
     holder: str
-    """Endpoint whose sidecar has the KV: a hint, never a requirement."""
+    """Endpoint whose sidecar should have the KV; a hint."""
     created_at_ms: int
     expires_at_ms: int
     ttl_s: int
@@ -154,16 +154,16 @@ class CacheSessionMetadata:
     num_tokens: int = 0
     num_turns: int = 0
     mark: str = ""
-    """Name of the transcript as it is, minted by the commit; empty when the release before committed last."""
+    """Name of this state of the transcript, minted by each commit; empty: unknown."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     holders: tuple[str, ...] | None = None
-    """Endpoints whose sidecars may have KV of it, `holder` among them; None: not known, any may."""
+    """Endpoints whose sidecars may have its KV, with `holder`; None: unknown, any may have it."""
     forked_from: tuple[SessionId, int] | None = None
-    """Session and generation that it was forked from."""
+    """Session and generation that it is a fork of."""
 
     @property
     def cache_refs(self) -> tuple[CacheRef, ...]:
-        """KV names worth asking a sidecar for, newest first."""
+        """KV names to ask a sidecar for, newest first."""
         return tuple(ref for ref in (self.cache_ref, self.previous_cache_ref) if ref)
 
 
@@ -173,14 +173,14 @@ class SessionPage:
 
     sessions: tuple[CacheSessionMetadata, ...]
     has_more: bool
-    """Whether more may follow, although this page may be short, or empty."""
+    """True: more may follow, although this page may be short or empty."""
     last_id: SessionId
-    """Where the next page goes on: not always the last of `sessions`. Of the last page the last of them, or empty."""
+    """Start of the next page, not always the last of `sessions`. On the last page: the last session, or empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewSession:
-    """What a client asks for when it creates a context."""
+    """Terms of a new context."""
 
     tenant: TenantId
     session_id: SessionId
@@ -193,24 +193,24 @@ class NewSession:
 
 @dataclass(frozen=True, slots=True)
 class Repeatable:
-    """A request that may come again (repeats.py)."""
+    """Request that the client may send again (repeats.py)."""
 
     key: str
-    """Digest of what the client calls it, 32 hex digits."""
+    """Digest of its idempotency key, 32 hex digits."""
     request: str
     """Digest of the request itself, 32 hex digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """What is kept of a request that was answered and committed."""
+    """Stored answer of a committed request."""
 
     answer: bytes
-    """As the pod packed it; empty: it was too large to be kept."""
+    """Bytes as the pod packed them; empty: too large to store."""
     generation: int
-    """That it committed."""
+    """Generation that it committed."""
     expires_at_ms: int
-    """Of the context, after it."""
+    """Expiry of the context after the commit."""
     request: str
     """Digest of the request, 32 hex digits."""
 
@@ -219,93 +219,93 @@ USAGE_COUNTS = (
     *("contexts", "turns", "computed_tokens", "cached_tokens", "completion_tokens", "saved_ms"),
     *("memory_kib_s", "disk_kib_s", "store_kib_s"),
 )
-"""What is counted of a tenant: contexts created, turns answered, tokens as their receipts told them, time that cached
-tokens saved; and KiB times seconds held in each tier."""
+"""Counters of a tenant: contexts created, turns answered, tokens of their receipts, time that cached tokens saved, and
+KiB times seconds held in each tier."""
 MAX_USAGE_DAYS = 31
-"""In one question."""
+"""Days in one report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What was used under one API key."""
+    """Usage of one API key."""
 
     key: str
-    """Its name; empty: nobody's in particular, such as bytes held."""
+    """Name of the key; empty: usage of no key, such as bytes held."""
     counts: Mapping[str, int]
-    """By name of USAGE_COUNTS; none is negative."""
+    """Count by name in USAGE_COUNTS; none is negative."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageReport:
-    """What was counted of a tenant."""
+    """Usage of a tenant."""
 
     days: Mapping[int, Sequence[Usage]]
-    """By day since 1970-01-01, UTC, the oldest first; days without any are left out."""
+    """Usage by day since 1970-01-01 UTC, oldest first. Days without usage are absent."""
     num_contexts: int
-    """That live now."""
+    """Contexts that live now."""
     today: int
 
 
 TURNS_KEPT = 32
-"""Receipts of a session's last turns."""
+"""Receipts that a session's row keeps, of its last turns."""
 MAX_WORD_CHARS = 64
-"""Of a receipt's source, match and reason, which are short fixed phrases."""
+"""Length of a receipt's source, match and reason, which are short fixed phrases."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnReceipt:
-    """What a turn took and reused, as its client was told; tokens are counts."""
+    """Tokens and times of a turn, as its client received them. Tokens are counts."""
 
     generation: int
-    """That it committed."""
+    """Generation that it committed."""
     at_ms: int
-    """When, Unix time."""
+    """Unix time of the commit."""
     computed_tokens: int
     cached_tokens: int
     context_tokens: int
-    """Leading prompt tokens that the context had."""
+    """Leading prompt tokens that were in the context."""
     completion_tokens: int
     source: str
-    """Where most of the cached ones came from, as `usage.context.source`."""
+    """Origin of most cached tokens, as `usage.context.source`."""
     match: str = ""
-    """How the prompt stood to the context; empty for a create."""
+    """Relation of the prompt to the context; empty for a create."""
     reason: str = ""
-    """Why there was nothing, or less, to reuse."""
+    """Reason for less reuse; empty: none."""
     restore_ms: int | None = None
     first_token_ms: int | None = None
-    """Of a stream."""
+    """Time to the first token of a stream."""
     took_ms: int = 0
-    """To the commit."""
+    """Time to the commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnCommit:
-    """One turn, ready to be made durable in one step."""
+    """One turn, to be stored atomically."""
 
     tenant: TenantId
     session_id: SessionId
     lease_id: str
     expected_generation: int
-    """Generation the turn was built on; the row must still have it (0 for the create)."""
+    """Generation that the turn continues; the row must still have it (0 for the create)."""
     keep_segments: int
-    """Leading segments of the stored transcript that stay; the rest is replaced (a replay that diverged)."""
+    """Leading segments of the stored transcript that stay; the rest is replaced, as after a replay that diverged."""
     segments: tuple[Segment, ...]
     cache_ref: CacheRef
     """KV saved by this turn; empty when nothing was saved."""
     holder: str
     repeatable: Repeatable | None = None
-    """The request, if it may come again: its answer is kept with the commit."""
+    """The request, if the client may send it again: the commit stores its answer."""
     answer: bytes = b""
-    """What is kept of it; empty: it was too large."""
+    """Stored answer; empty: too large."""
     usage: Usage | None = None
-    """What the turn took, counted with the commit."""
+    """Usage of the turn, counted with the commit."""
     receipt: TurnReceipt | None = None
-    """The same for the session's own history, kept with its last turns."""
+    """Receipt of the turn for the session's history."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldCacheRef:
-    """One KV that a sidecar has, and the session it was saved for."""
+    """KV at a sidecar, and the session that it was saved for."""
 
     tenant: TenantId
     session_id: SessionId
@@ -316,7 +316,7 @@ _KV_KINDS: dict[str, KVKind] = {kind: kind for kind in get_args(KVKind)}
 
 
 def kv_kind(text: str) -> KVKind:
-    """Return the kind that a message or a file names. Raises InvalidRequest."""
+    """Return the kind that a message or a file names. Raises InvalidRequest for an unknown one."""
     if text not in _KV_KINDS:
         raise InvalidRequest(f"unknown kind of KV; allowed: {', '.join(_KV_KINDS)}", param="groups")
     return _KV_KINDS[text]
@@ -324,44 +324,44 @@ def kv_kind(text: str) -> KVKind:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers of an engine that share one block table, and the tokens of a context that they have KV of."""
+    """Layers of an engine that share one block table, and the tokens of a context whose KV they have."""
 
     kind: KVKind
     block_tokens: int
     """Tokens in one whole block file, a multiple of the engine's block of this group."""
     runs: tuple[tuple[int, int], ...]
-    """(first token, behind the last), ascending and apart; the last ends with the context."""
+    """Token ranges (first, end), ascending and disjoint. The last one ends with the context."""
     window: int = 0
-    """Tokens that a token sees, itself included; 0: all before it."""
+    """Tokens that a token attends to, itself included; 0: all before it."""
     digest: str = ""
-    """16 hex digits for what the layers are; empty: all layers of the engine, with full attention."""
+    """Digest of the layers, 16 hex digits; empty: all layers of the engine, with full attention."""
 
 
 def plain_group(num_tokens: int, block_tokens: int) -> KVGroup:
-    """Return the group of an engine whose layers are all full attention; before groups there was this one only."""
+    """Return the group of an engine whose layers all have full attention."""
     return KVGroup("full_attention", block_tokens, ((0, num_tokens),))
 
 
 @dataclass(frozen=True, slots=True)
 class KVFile:
-    """One block file of a context, the same for every rank."""
+    """Block file of a context, the same for every rank."""
 
     group: int
-    """Position of its group."""
+    """Index of its group."""
     kind: Literal["block", "tail"]
-    """`block`: whole, named by its tokens and all before them, shared. `tail`: less, and of this context alone."""
+    """`block`: whole and shared, named by its tokens and all before them. `tail`: partial, of this context alone."""
     name: str
-    """Block id, or for a tail the cache_ref it was saved under."""
+    """Block id, or the cache_ref of a tail."""
     parent: str
-    """Id of the block before it; empty for the first."""
+    """Id of the preceding block; empty for the first."""
     first_token: int
     end_token: int
-    """Behind the last."""
+    """Index after the last token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a `cache_ref` is: which tokens have KV, in which files, under which fingerprint, until when."""
+    """Content of a `cache_ref`: tokens with KV, their files, the fingerprint and the expiry."""
 
     cache_ref: CacheRef
     tenant: TenantId
@@ -370,35 +370,35 @@ class Manifest:
     token_ids: tuple[int, ...]
     groups: tuple[KVGroup, ...]
     files: tuple[KVFile, ...]
-    """What tokens and groups come to (kv_sidecar.format.manifest); a file's position in it is its `block_index`."""
+    """Files that follow from tokens and groups (kv_sidecar.format.manifest). A file's index is its `block_index`."""
     world_size: int
     expires_at_ms: int
     size_bytes: int = 0
-    """Bytes of all its block files, all ranks."""
+    """Bytes of all block files of all ranks."""
     block_checksums: tuple[str, ...] = ()
-    """Checksum of each of those files, rank by rank, in the order of `files`; none at all: not vouched for."""
+    """Checksum of each file, rank by rank, in the order of `files`; empty: unknown."""
     tail_ref: CacheRef = ""
-    """Whose tails it has; empty: its own. A fork has those of what it was forked from."""
+    """Owner of its tails; empty: itself. A fork has the tails of its source."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """What became of a save."""
+    """Result of a save."""
 
     is_sealed: bool
     reason: str = ""
-    """Why there will be no KV, as a short fixed phrase; empty: it may still come, or nobody remembers."""
+    """Reason why there is no KV, a short fixed phrase; empty: the save may still end well, or is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForkedKV:
-    """What a fork has."""
+    """KV of a fork."""
 
     size_bytes: int
-    """Shared blocks counted whole; 0: the sidecar is of a release that does not say."""
+    """Bytes; shared blocks count whole."""
     tier: str
 
 
 BRANCH_LEASE_ID = "branch"
-"""Lease of a fork that a turn is about to continue: it stays CREATING until that turn commits, and is in no list before
-the turn has begun. Every part may abort it: no turn has this lease."""
+"""Lease of a fork that a turn is about to continue. The fork stays CREATING until that turn commits, and is in no list
+before the turn begins. Every process may abort it, because no turn has this lease."""

@@ -165,7 +165,7 @@ USER = {"role": "user", "content": "x"}
 def test_what_the_engine_would_try_as_every_type_that_it_knows_is_refused(path, body, param):
     """Seen with vLLM 0.32: 1 000 empty items of an input took it 9.6 s, two million numbers as messages 121 s."""
     raw = json.dumps({"model": "m"} | body).encode()
-    for read in (read_claims, read_strict_claims, read_object):
+    for read in (read_claims, read_strict_claims):
         with pytest.raises(InvalidRequest) as caught:
             read(raw, path)
 
@@ -201,7 +201,7 @@ def test_what_clients_send_passes(path, body):
 
     assert read_claims(raw, path) is not None
     assert read_strict_claims(raw, path).model() == "m"
-    assert read_object(raw, path)["model"] == "m"
+    assert read_object(raw)["model"] == "m"
 
 
 def test_half_of_a_character_in_a_message_hides_no_message():
