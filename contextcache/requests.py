@@ -1,13 +1,11 @@
-"""Rules for requests that gateway and pod share: requests in hand by tenant, large bodies, repeated headers. Pure.
+"""Rules for requests that gateway and pod share: requests in flight by tenant, large bodies, repeated headers. Pure.
 
-*In hand*: requests and bytes of their bodies by tenant. More than the limit is refused, which changes nothing. A `with`
-block gives back its count on every way out: answered, failed, cancelled. Counts are for one event loop: with N
-processes a tenant may have N times as much. A limit of all tenants together refuses the tenants that have their equal
-share of it, so one tenant's requests never cost another its own.
+*In flight*: requests and bytes of their bodies by tenant. A request over a limit is refused and not counted. A `with`
+block returns its count on every exit: answered, failed or cancelled. Counts belong to one event loop, so N processes
+allow a tenant N times its limit. A limit on the total refuses only tenants that have their equal share of it.
 
-*Large bodies* are read beside the event loop, one at a time. A decoder holds the interpreter for as long as it runs, a
-thread of its own or not. So the next large body waits for as long as the last one took, and the loop has at least that
-time for other requests.
+*Large bodies* are read in a thread, one at a time. A decoder holds the interpreter lock while it runs. So the next
+large body waits as long as the last one took, and the event loop has at least that time for other requests.
 """
 
 from __future__ import annotations
@@ -16,9 +14,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
-from typing import Self, TypeVar
+from contextlib import contextmanager
+from typing import TypeVar
 
 from contextcache.errors import NoReadyEndpoint, TooManyInFlight
 from contextcache.model import TenantId
@@ -28,24 +25,26 @@ REQUESTS = "requests"
 BYTES = "bytes"
 SHARE = "share"
 _TOTAL_OVERLOAD = 2
-"""Times the limit of all tenants together that those below their share may fill it: four tenants at once reach it."""
+"""Factor of the total limit up to which tenants below their share may go. Four tenants at once reach it."""
 LARGE_BYTES = 1 << 20
-"""Smaller bodies take a few milliseconds at the worst."""
+"""Bytes of a body from which it is large. Smaller bodies take a few milliseconds at most."""
 
 Read = TypeVar("Read")
+TakeBytes = Callable[[int], None]
+"""Counts more bytes of one body. Raises TooManyInFlight."""
 
 
 def fair_share(limit: int, num_tenants: int) -> int:
-    """Return how much of a limit each of so many tenants may have when it is reached; 1 at least.
+    """Return each tenant's equal share of a limit that is reached; 1 at least.
 
-    At the limit a tenant with its share is refused, and a tenant below it is not. So N tenants never have more than
-    `limit` times 1 + 1/2 + … + 1/N together.
+    At the limit a tenant with its share is refused, and a tenant below it is not. So N tenants together never exceed
+    `limit` times 1 + 1/2 + … + 1/N.
     """
     return max(1, limit // num_tenants)
 
 
 class TenantsInHand:
-    """Requests and bytes by tenant; only tenants that have something in hand are remembered."""
+    """Requests and bytes in flight by tenant. Tenants without any are not stored."""
 
     def __init__(
         self,
@@ -55,80 +54,85 @@ class TenantsInHand:
         total_requests_max: int = 0,
         on_refused: Callable[[str], None] | None = None,
     ) -> None:
-        """0: no limit; bytes are then not counted. `total_requests_max`: of all tenants together.
+        """Limits of one tenant, and `total_requests_max` of all together. 0: no limit.
 
-        `on_refused` is told which limit was met: REQUESTS, BYTES or SHARE.
+        `on_refused` receives the limit that was reached: REQUESTS, BYTES or SHARE.
         """
-        self._requests = _Counts(requests_max, total_max=total_requests_max, is_counting=True)
-        self._bytes = _Counts(bytes_max, is_counting=bool(bytes_max))
-        self.refused = on_refused if on_refused is not None else _nobody
-
-    def request(self, tenant: TenantId, *, elsewhere: int = 0) -> AbstractContextManager[None]:
-        """Count one request for the length of a `with` block. Entering raises TooManyInFlight, NoReadyEndpoint.
-
-        `elsewhere`: requests of the tenant in flight that are not counted here.
-        """
-        return self._counted_request(tenant, elsewhere)
-
-    def body(self, tenant: TenantId) -> BodyInHand:
-        """Return what counts the bytes of one body for the length of a `with` block."""
-        return BodyInHand(self, tenant)
-
-    def take_bytes(self, tenant: TenantId, size_bytes: int) -> None:
-        """Count bytes. Raises TooManyInFlight, and counts nothing then."""
-        if not self._bytes.take(tenant, size_bytes):
-            raise self._refused_bytes(
-                f"this tenant's request bodies in flight have reached the limit of {self._bytes.limit} bytes"
-            )
-
-    def give_back_bytes(self, tenant: TenantId, size_bytes: int) -> None:
-        """Count bytes as free that were taken before."""
-        self._bytes.give_back(tenant, size_bytes)
-
-    @property
-    def limits(self) -> tuple[int, int]:
-        """Requests and bytes a tenant may have in hand; 0: as many as it likes."""
-        return self._requests.limit, self._bytes.limit
-
-    def held_by(self, tenant: TenantId) -> tuple[int, int]:
-        """Return the requests and bytes a tenant has in hand, as far as they are counted."""
-        return self._requests.of(tenant), self._bytes.of(tenant)
-
-    def requests_of_all(self) -> Mapping[TenantId, int]:
-        """Return the requests that each tenant has in hand, as far as they are counted."""
-        return self._requests.of_all
-
-    def is_empty(self) -> bool:
-        """Return whether nothing is in hand."""
-        return self._requests.is_empty() and self._bytes.is_empty()
-
-    def _refused_bytes(self, message: str) -> TooManyInFlight:
-        self.refused(BYTES)
-        return TooManyInFlight(message, retry_after_s=_RETRY_AFTER_S)
+        self.limits = requests_max, bytes_max
+        """Requests and bytes that a tenant may have in flight; 0: no limit."""
+        self._total_requests_max = total_requests_max
+        self._requests, self._bytes = _Counts(), _Counts()
+        self.refused: Callable[[str], None] = on_refused or (lambda _limit: None)
 
     @contextmanager
-    def _counted_request(self, tenant: TenantId, elsewhere: int) -> Iterator[None]:
+    def request(self, tenant: TenantId, *, elsewhere: int = 0) -> Iterator[None]:
+        """Count one request during a `with` block. Entering raises TooManyInFlight, NoReadyEndpoint.
+
+        `elsewhere`: the tenant's requests in flight that other processes count.
+        """
+        limit = self.limits[0]
         self._check_total(tenant)
-        if not self._requests.take(tenant, 1, elsewhere=elsewhere):
-            self.refused(REQUESTS)
-            raise TooManyInFlight(
-                f"this tenant has reached its limit of {self._requests.limit} requests in flight",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+        if limit and self._requests.get(tenant, 0) + 1 + elsewhere > limit:
+            raise self._too_many(REQUESTS, f"this tenant has reached its limit of {limit} requests in flight")
+        self._requests.add(tenant, 1)
         try:
             yield
         finally:
-            self._requests.give_back(tenant, 1)
+            self._requests.add(tenant, -1)
+
+    @contextmanager
+    def body(self, tenant: TenantId) -> Iterator[TakeBytes]:
+        """Count the bytes of one body during a `with` block."""
+        taken_bytes = 0
+
+        def take(size_bytes: int) -> None:
+            nonlocal taken_bytes
+            self.take_bytes(tenant, size_bytes)
+            taken_bytes += size_bytes
+
+        try:
+            yield take
+        finally:
+            self.give_back_bytes(tenant, taken_bytes)
+
+    def take_bytes(self, tenant: TenantId, size_bytes: int) -> None:
+        """Count bytes. Raises TooManyInFlight, and counts nothing then."""
+        limit = self.limits[1]
+        if limit and self._bytes.get(tenant, 0) + size_bytes > limit:
+            raise self._refused_bytes(f"this tenant's request bodies in flight have reached the limit of {limit} bytes")
+        self._bytes.add(tenant, size_bytes)
+
+    def give_back_bytes(self, tenant: TenantId, size_bytes: int) -> None:
+        """Return counted bytes."""
+        self._bytes.add(tenant, -size_bytes)
+
+    def held_by(self, tenant: TenantId) -> tuple[int, int]:
+        """Return the requests and bytes that a tenant has in flight."""
+        return self._requests.get(tenant, 0), self._bytes.get(tenant, 0)
+
+    def requests_of_all(self) -> Mapping[TenantId, int]:
+        """Return the requests of each tenant in flight. The mapping follows later changes."""
+        return self._requests
+
+    def is_empty(self) -> bool:
+        """Return whether nothing is in flight."""
+        return not self._requests and not self._bytes
+
+    def _refused_bytes(self, message: str) -> TooManyInFlight:
+        return self._too_many(BYTES, message)
+
+    def _too_many(self, limit: str, message: str) -> TooManyInFlight:
+        self.refused(limit)
+        return TooManyInFlight(message, retry_after_s=_RETRY_AFTER_S)
 
     def _check_total(self, tenant: TenantId) -> None:
-        limit, taken = self._requests.total_max, self._requests.total
+        limit, taken = self._total_requests_max, self._requests.total
         if not limit or taken < limit:
             return
-        if self._requests.of(tenant) >= fair_share(limit, self._requests.num_sharing(tenant)):
-            self.refused(SHARE)
-            raise TooManyInFlight(
-                f"all {limit} requests that the gateway carries are in use, and this tenant has its fair share",
-                retry_after_s=_RETRY_AFTER_S,
+        num_tenants = len(self._requests) + (tenant not in self._requests)
+        if self._requests.get(tenant, 0) >= fair_share(limit, num_tenants):
+            raise self._too_many(
+                SHARE, f"all {limit} requests that the gateway carries are in use, and this tenant has its fair share"
             )
         if taken >= _TOTAL_OVERLOAD * limit:
             raise NoReadyEndpoint(
@@ -136,86 +140,32 @@ class TenantsInHand:
             )
 
 
-def _nobody(limit: str) -> None:
-    del limit
+class _Counts(dict[TenantId, int]):
+    """Positive amounts by tenant, with their sum."""
 
+    total = 0
 
-class BodyInHand:
-    """The bytes of one body, as they come."""
-
-    def __init__(self, tenants: TenantsInHand, tenant: TenantId) -> None:
-        self._tenants = tenants
-        self._tenant = tenant
-        self._size_bytes = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._tenants.give_back_bytes(self._tenant, self._size_bytes)
-        self._size_bytes = 0
-
-    def take(self, size_bytes: int) -> None:
-        """Count more bytes. Raises TooManyInFlight."""
-        self._tenants.take_bytes(self._tenant, size_bytes)
-        self._size_bytes += size_bytes
-
-
-class _Counts:
-    """One kind of thing, by tenant."""
-
-    def __init__(self, limit: int, *, is_counting: bool, total_max: int = 0) -> None:
-        self.limit, self.total_max, self._is_counting = limit, total_max, is_counting
-        self.total = 0
-        self._taken: dict[TenantId, int] = {}
-        self.of_all: Mapping[TenantId, int] = self._taken
-
-    def take(self, tenant: TenantId, amount: int, *, elsewhere: int = 0) -> bool:
-        if not self._is_counting or not amount:
-            return True
-        taken = self._taken.get(tenant, 0) + amount
-        if self.limit and taken + elsewhere > self.limit:
-            return False
-        self._taken[tenant] = taken
+    def add(self, tenant: TenantId, amount: int) -> None:
+        count = self.get(tenant, 0) + amount
+        assert count >= 0, "more returned than taken"
         self.total += amount
-        return True
-
-    def give_back(self, tenant: TenantId, amount: int) -> None:
-        if not self._is_counting or not amount:
-            return
-        self.total -= amount
-        left = self._taken[tenant] - amount
-        assert left >= 0, "more returned than taken"
-        if left:
-            self._taken[tenant] = left
+        if count:
+            self[tenant] = count
         else:
-            del self._taken[tenant]
-
-    def of(self, tenant: TenantId) -> int:
-        return self._taken.get(tenant, 0)
-
-    def num_sharing(self, tenant: TenantId) -> int:
-        """Return the tenants that have something, this one included."""
-        return len(self._taken) + (tenant not in self._taken)
-
-    def is_empty(self) -> bool:
-        return not self._taken
+            self.pop(tenant, None)
 
 
 class LargeBodies:
-    """Reads those of one process; knows nothing of what is read in them."""
+    """Reads large bodies of one process in turn, in one thread that ends with its owner."""
 
     def __init__(self) -> None:
-        """Start nothing yet; the one thread ends with its owner."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="large bodies")
         self._free_at_s = 0.0
 
     async def read(self, reading: Callable[[bytes], Read], body: bytes, *, objects_max: int | None = None) -> Read:
-        """Return what `reading`, which must not touch the loop's state, makes of a body. Raises what it raises.
+        """Return the result of `reading` a body; it must not touch the event loop's state. Raises as `reading`.
 
-        `objects_max`: one that may hold more is large, whatever its size; None: whatever it holds.
+        `objects_max`: a body with more objects is large, whatever its size; None: only size counts.
         """
         is_wide = objects_max is not None and body.count(b"{") > objects_max
         if len(body) <= LARGE_BYTES and not is_wide:
@@ -235,7 +185,7 @@ class LargeBodies:
 
 
 def joined_headers(raw: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Join repeated headers, so that a second one can never hide the first, which is the one the pod reads."""
+    """Join repeated headers with commas, so that a second value never hides the first one, which the pod reads."""
     headers: dict[str, str] = {}
     for name, value in raw:
         headers[name] = f"{headers[name]}, {value}" if name in headers else value

@@ -182,7 +182,7 @@ class EnvoyFront:
         with self._shown.body(admission.tenant) as shown:
             if head.declared_bytes > LARGE_BYTES:
                 # Once shown, a body has to be answered before the proxy takes us for dead.
-                shown.take(head.declared_bytes)
+                shown(head.declared_bytes)
             await self._answer_body(call, admission)
 
     async def _answer_body(self, call: _Call, admission: Admission) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, ContextQuotaExceeded
 from contextcache.model import TenantId
-from contextcache.requests import BodyInHand, TenantsInHand
+from contextcache.requests import TakeBytes, TenantsInHand
 
 if TYPE_CHECKING:
     from vllm_plugin.turn.metrics import TurnMetrics
@@ -59,7 +59,7 @@ class TurnAdmission:
         """Return the requests in flight by tenant's tag."""
         return self._in_hand.requests_of_all()
 
-    def body(self, tenant: TenantId) -> BodyInHand:
+    def body(self, tenant: TenantId) -> AbstractContextManager[TakeBytes]:
         """Return what counts the bytes of one body for the length of a `with` block."""
         return self._in_hand.body(tenant)
 

@@ -57,7 +57,7 @@ from contextcache.names import new_session_id
 from contextcache.process.logs import show_logs_of, traceback_without_messages
 from contextcache.process.settings import read_secret
 from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
-from contextcache.requests import BodyInHand, LargeBodies, joined_headers
+from contextcache.requests import LargeBodies, TakeBytes, joined_headers
 from contextcache.responses import RESPONSE_FIELDS, telling_what_is_missing
 from contextcache.wire.rpc import cause_of
 from contextcache.wire.tracing import TRACEPARENT
@@ -492,7 +492,7 @@ def _read_turn(
     return body, replace(request, repeatable=read_repeatable(headers[IDEMPOTENCY_HEADER], parts))
 
 
-async def read_body(receive: Receive, *, limit_bytes: int, held: BodyInHand | None = None) -> bytes:
+async def read_body(receive: Receive, *, limit_bytes: int, held: TakeBytes | None = None) -> bytes:
     """Return the whole request body, counted in `held`.
 
     Raises BodyTooLarge, TooManyInFlight, InvalidRequest when the client left before its end.
@@ -510,7 +510,7 @@ async def read_body(receive: Receive, *, limit_bytes: int, held: BodyInHand | No
         if len(body) + len(chunk) > limit_bytes:
             raise BodyTooLarge(f"the body is over {limit_bytes} bytes")
         if held is not None:
-            held.take(len(chunk))
+            held(len(chunk))
         body += chunk
         if not message.get("more_body", False):
             return bytes(body)
