@@ -1,1 +1,1 @@
-"""What every process of ours does at its start and end: settings, logs, metrics, signals."""
+"""Start and end of a process: settings, logs, metrics, signals."""

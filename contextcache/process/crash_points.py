@@ -1,8 +1,8 @@
-"""Named places where a process dies when a test says so; nothing, and one look at the environment, otherwise.
+"""Named places where a test can kill or stop a process. Without a test each place costs one look-up.
 
-A test starts the process with `CONTEXT_CACHE_CRASH_FILE=<path>` and later writes one line into that file:
-`<point>` (die there), `<point>@3` (at the third passing) or `<point> stop` (stand still there, SIGSTOP). The line is
-used up: a process that is started again lives. Each package lists its points.
+A test starts the process with `CONTEXT_CACHE_CRASH_FILE=<path>` and later writes one line into that file: `<point>`
+(kill), `<point>@3` (kill at the third passing) or `<point> stop` (SIGSTOP). The process deletes the line first, so it
+survives a restart. Each package lists its points.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import threading
 from pathlib import Path
 
 VARIABLE = "CONTEXT_CACHE_CRASH_FILE"
-"""Set by tests only; it is no setting."""
+"""Variable that only tests set. It is no setting."""
 _LOCK = threading.Lock()
 
 
 def crash_point(name: str) -> None:
-    """Die or stop here, by a signal to this very process, when the file asks for `name`. Any thread may call it."""
+    """Kill or stop this process if the file names this point. Any thread may call it."""
     path = os.environ.get(VARIABLE)
     if path is not None:
         _obey(Path(path), name)

@@ -41,7 +41,7 @@ def set_up_logs(level: str = "INFO") -> None:
 
 
 def traceback_without_messages(error: BaseException) -> str:
-    """Return where an exception and its causes were raised, and their types. Messages may quote a request."""
+    """Return the frames and types of an exception and its causes, without messages, which may quote a request."""
     parts: list[str] = []
     shown: BaseException | None = error
     while shown is not None and len(parts) < _CAUSES_MAX:
@@ -53,9 +53,9 @@ def traceback_without_messages(error: BaseException) -> str:
 
 
 def show_logs_of(package: str, level: str = "INFO") -> None:
-    """Send one package's records to stderr as JSON lines, in a process that is not ours and would drop their fields.
+    """Send one package's records to stderr as JSON lines, in a foreign process that would drop their fields.
 
-    Does nothing where somebody already handles them. Harmless when repeated.
+    Does nothing if the package already has a handler. Idempotent.
     """
     logger = logging.getLogger(package)
     if logger.hasHandlers():

@@ -1,7 +1,7 @@
-"""What every part shows: a port for probes and Prometheus, without TLS, and what is told there of a certificate.
+"""Port for probes and Prometheus, without TLS, and the metrics of a certificate.
 
-Kubelets have no certificate, and nothing secret is said on that port. One GET a connection, in the event loop of the
-work itself: a loop that stands still answers no probe either.
+Kubelets have no certificate, and the port serves nothing secret. Each connection serves one GET, in the event loop of
+the process's work: a blocked loop answers no probe.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 _CONNECTIONS_MAX = 64
 _HEAD_BYTES_MAX = 8 << 10
 _DEADLINE_S = 10.0
-"""From connecting to the last byte of the answer; probes and scrapes give up sooner."""
+"""Time from the connection to the last byte of the answer; probes and scrapes have shorter timeouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """An answer."""
+    """Answer of one path."""
 
     body: bytes
     status: int = 200
@@ -43,7 +43,7 @@ Answer = Callable[[], Awaitable[Page]]
 async def metrics_server(
     host: str, port: int, *, registry: CollectorRegistry, pages: Mapping[str, Answer]
 ) -> AsyncIterator[int]:
-    """Serve `/metrics` and `pages` (by path) until the end of the block; yields the port, port 0 takes a free one.
+    """Serve `/metrics` and `pages` (by path) during the block; yields the port. Port 0 takes a free one.
 
     Raises OSError when the port is taken.
     """
@@ -65,7 +65,7 @@ async def metrics_server(
 
 
 def health_page(is_healthy: Callable[[], bool]) -> Answer:
-    """Return the page of a part: 200 while `is_healthy`, else 503."""
+    """Return a page with status 200 while `is_healthy`, else 503."""
 
     async def health() -> Page:
         return Page(b"ok\n") if is_healthy() else Page(b"not serving\n", status=503)
@@ -84,7 +84,7 @@ class _Connections:
         task = asyncio.create_task(self._serve(reader, writer), name="metrics request")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # Here, because a task that is cancelled before it begins ends nothing itself.
+        # In a callback, because a task that is cancelled before it begins ends nothing itself.
         task.add_done_callback(lambda _: self._limit.end(writer.transport))
 
     async def close(self) -> None:
@@ -127,9 +127,9 @@ def _message(page: Page, *, with_body: bool) -> bytes:
 
 
 class CertificateMetrics:
-    """What every part tells Prometheus about its certificate: one gauge, one counter.
+    """Metrics of a process's certificate: one gauge, one counter.
 
-    Without TLS the gauge has no sample, so that no alert takes 0 for a date.
+    Without TLS the gauge has no sample, so that no alert reads 0 as a date.
     """
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
@@ -146,9 +146,9 @@ class CertificateMetrics:
         )
 
     def open_tls(self, files: TlsFiles | None) -> WatchedTls | None:
-        """Return the watched files of this part's own certificate, None when TLS is off. Raises as WatchedTls."""
+        """Return the followed files of the process's certificate; None: TLS is off. Raises as WatchedTls."""
         tls = open_tls(files, on_failure=self.reload_failures.inc)
         if tls is not None:
-            # Asked at each scrape, so that the files are looked at where nobody connects as well.
+            # Read at each scrape, so that the files are followed without connections too.
             self._expiry.labels("parts").set_function(lambda: tls.current().expires_at_s)
         return tls

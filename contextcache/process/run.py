@@ -1,4 +1,4 @@
-"""What every server process does around its work: arguments, settings, stop signals, one event loop."""
+"""Frame of a server process: arguments, settings, stop signals, one event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SettingsT = TypeVar("SettingsT", bound=ProcessSettings)
 
 
 def wants_help(settings: type[ProcessSettings], purpose: str) -> bool:
-    """Print `--help` when asked for, refuse any other argument (exit 2), else return False."""
+    """Print `--help` and return True; exit 2 for other arguments; return False without arguments."""
     arguments = sys.argv[1:]
     if not arguments:
         return False
@@ -33,7 +33,7 @@ def wants_help(settings: type[ProcessSettings], purpose: str) -> bool:
 
 
 def settings_or_exit(settings: type[SettingsT]) -> SettingsT:
-    """Read the environment; exit 2 with a line for each wrong variable, which does not repeat what it holds."""
+    """Read the environment. Exits 2 with one line for each wrong variable, without its value."""
     prefix = settings.model_config.get("env_prefix", "")
     try:
         return settings()
@@ -53,9 +53,9 @@ def run_part(
     log_level: str,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> None:
-    """Set up logs and run `serve` until it is signalled; exit 1, with the reason, when it cannot start.
+    """Set up logs and run `serve` until a stop signal. Exits 1 with the reason if `serve` cannot start.
 
-    OSError and ValueError are such reasons: a port that is taken, a file that is missing or broken.
+    Reasons are OSError and ValueError: a taken port, a missing or broken file.
     """
     set_up_logs(log_level)
     _keep_memory_out_of_core_files()
@@ -68,18 +68,18 @@ def run_part(
 
 
 def _keep_memory_out_of_core_files() -> None:
-    """Have no core file written: it would hold prompts, keys and the signing secret.
+    """Disable core files: they would hold prompts, keys and the signing secret.
 
-    The soft limit only: who needs one raises it for the process (`prlimit --pid <pid> --core=unlimited`).
+    Only the soft limit changes. An operator can raise it for a process (`prlimit --pid <pid> --core=unlimited`).
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def _allow_all_descriptors() -> None:
-    """Raise the soft limit to the hard one: the usual 1 024 are used up by some 500 streams, which need two each.
+    """Raise the soft limit of descriptors to the hard one: the usual 1 024 suffice for 500 streams, at two each.
 
-    The soft limit is there for programs that use `select`, as nothing here does; Go's runtime raises it too.
+    The soft limit protects programs that use `select`. Ours do not; Go's runtime raises it too.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -90,7 +90,7 @@ def run_until_signalled(
     *,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> None:
-    """Run `serve(stop)` in an event loop; SIGTERM and SIGINT set `stop`, and `serve` returns after draining."""
+    """Run `serve(stop)` in an event loop. SIGTERM and SIGINT set `stop`; `serve` returns after draining."""
 
     async def main() -> None:
         stop = asyncio.Event()

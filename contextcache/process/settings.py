@@ -1,6 +1,6 @@
-"""How a process is configured: environment variables with the process's prefix, read once in `__main__`.
+"""Settings of a process: environment variables with its prefix, read once in `__main__`.
 
-Each field's description gives unit and reason; `python -m <package> --help` prints them.
+Each field's description says unit and reason; `python -m <package> --help` prints them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of one part's certificate, key and the CA it believes, all PEM, and the name others' certificates carry."""
+    """PEM files of a process's certificate, key and trusted CA, and the name in the other certificates."""
 
     cert_file: Path
     key_file: Path
@@ -25,13 +25,13 @@ class TlsFiles:
 
 
 class ProcessSettings(BaseSettings):
-    """Base of every process's settings: frozen, environment only, unknown values refused by type."""
+    """Base of every process's settings: frozen, from the environment only, checked by type."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore")
 
 
 class TlsSettings(ProcessSettings):
-    """Mutual TLS of a part: with these files it shows its certificate to others and believes only the CA's."""
+    """Mutual TLS: with these files a process shows its certificate, and trusts only certificates of the CA."""
 
     tls_cert_file: Path | None = Field(
         None, description="PEM certificate chain shown to other parts. Empty, with the next two settings: no TLS."
@@ -59,14 +59,14 @@ class TlsSettings(ProcessSettings):
 
     @property
     def tls(self) -> TlsFiles | None:
-        """The files, or None when TLS is off."""
+        """The files; None: TLS is off."""
         if self.tls_cert_file is None or self.tls_key_file is None or self.tls_ca_file is None:
             return None
         return TlsFiles(self.tls_cert_file, self.tls_key_file, self.tls_ca_file, self.tls_server_name)
 
 
 class TracingSettings(ProcessSettings):
-    """Where a part's spans go."""
+    """Export of trace spans."""
 
     traces_endpoint: str = Field(
         "", description="OTLP/gRPC address of a trace collector, http://host:4317 or https://…. Empty: no traces."
@@ -81,7 +81,7 @@ class TracingSettings(ProcessSettings):
 
 
 def settings_help(settings: type[ProcessSettings], purpose: str) -> str:
-    """Return the text of `--help`: what the process is for and every variable with its default and meaning."""
+    """Return the text of `--help`: purpose of the process, and every variable with default and meaning."""
     prefix = settings.model_config.get("env_prefix", "")
     lines = [purpose, "", "Environment variables:"]
     for name, field in settings.model_fields.items():
@@ -92,7 +92,7 @@ def settings_help(settings: type[ProcessSettings], purpose: str) -> str:
 
 
 def read_secret(path: Path) -> bytes:
-    """Return the secret in a file, without surrounding white space. Raises ValueError when it is too short."""
+    """Return the secret in a file, stripped of white space. Raises ValueError if it is shorter than 32 bytes."""
     secret = path.read_bytes().strip()
     if len(secret) < 32:
         raise ValueError(f"secret file {path} has {len(secret)} bytes; it needs at least 32")

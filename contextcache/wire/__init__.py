@@ -1,1 +1,1 @@
-"""How bytes travel: gRPC channels and servers, TLS, tracing. No word of a session."""
+"""Transport between processes: gRPC channels and servers, TLS, tracing. It knows no session."""

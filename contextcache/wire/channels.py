@@ -1,6 +1,6 @@
-"""Connections of a gRPC client: the one place that opens channels, and the channel that follows its certificate.
+"""Channels of a gRPC client, which follow the certificate files. The only module that opens channels.
 
-Imports grpcio only: it is loaded inside vLLM too.
+Imports grpcio only, because it is loaded inside vLLM too.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from contextcache.wire.rpc import CHANNEL_OPTIONS
 from contextcache.wire.tls import WatchedTls
 
 _LEFTOVER_GRACE_S = 60.0
-"""For calls that run on a channel whose certificate was replaced; longer than any call's deadline."""
+"""Time for calls on a channel whose certificate was replaced; longer than any call's deadline."""
 _SETTLING_S = 1.0
 
 
 def open_channel(address: str, *, tls: WatchedTls | None) -> grpc.aio.Channel:
     """Return a channel to `host:port` or `unix:///path`, which connects at its first call.
 
-    With `tls` this part shows its certificate as it is now, and the other end must show one of the CA with the
-    deployment's name; a Unix socket is plain all the same: who may open the file may call.
+    With `tls` both ends show a certificate: ours is the current one, the server's must be of the CA with the
+    deployment's name. A Unix socket stays plain, because the file's permissions control access.
     """
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -34,9 +34,9 @@ def open_channel(address: str, *, tls: WatchedTls | None) -> grpc.aio.Channel:
 
 
 class Connection:
-    """One channel to one address, opened at the first call and opened anew when the certificate files change.
+    """One channel to one address. The first call opens it, and so does the first call after a new certificate.
 
-    It belongs to the event loop of that call; a call from another loop opens a new one.
+    A channel belongs to the event loop of that call. A call from another loop opens a new one.
     """
 
     def __init__(self, address: str, *, tls: WatchedTls | None) -> None:
@@ -46,10 +46,10 @@ class Connection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._material: object = None
         self._leftovers: set[asyncio.Task[None]] = set()
-        """Closing channels of certificates that were replaced."""
+        """Channels of replaced certificates that are closing."""
 
     def channel(self) -> grpc.aio.Channel:
-        """Return the channel to begin a call on now; calls begun on the one before run to their end."""
+        """Return the channel for a new call. Calls on an earlier channel run to their end."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._channel, self._loop = None, loop
@@ -64,7 +64,7 @@ class Connection:
         return self._channel
 
     async def close(self) -> None:
-        """Close the channels; calls in flight fail. A later call opens a new one."""
+        """Close the channels; calls in flight fail. A later call opens a new channel."""
         channel, self._channel = self._channel, None
         if self._loop is not asyncio.get_running_loop():
             return
@@ -83,7 +83,7 @@ class Connection:
 
 async def _close_in_time(channel: grpc.aio.Channel) -> None:
     try:
-        # A call made in this very moment may not have reached its channel yet.
+        # A call that begins now may not have reached its channel yet.
         await asyncio.sleep(_SETTLING_S)
         await channel.close(_LEFTOVER_GRACE_S)
     except asyncio.CancelledError:

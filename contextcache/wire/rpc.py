@@ -1,7 +1,7 @@
-"""gRPC in one place: channels, limits, and errors that arrive as the class they left as.
+"""gRPC options, deadlines and errors. Both ends of a call raise the same class of error.
 
-The code of a `ContextCacheError` rides in trailing metadata (`contextcache-code`, `contextcache-detail-bin`), so
-both ends raise the same class. Imports grpcio only: it is loaded inside vLLM too.
+Trailing metadata (`contextcache-code`, `contextcache-detail-bin`) carries a `ContextCacheError`. Imports grpcio only,
+because it is loaded inside vLLM too.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ Answer = TypeVar("Answer")
 CODE_KEY = "contextcache-code"
 DETAIL_KEY = "contextcache-detail-bin"
 FRAME_BYTES = 1 << 20
-"""Largest piece of a block file in one gRPC message."""
+"""Largest piece of a block file in one message."""
 MAX_MESSAGE_BYTES = 64 << 20
-"""Largest unary message: a manifest or transcript of about 10 million tokens at 5 bytes each stays below it."""
+"""Largest unary message: a manifest or transcript of 10 million tokens, at 5 bytes each, is smaller."""
 
 _MANAGER = "contextcache.v1.ContextManagerService"
 
 
 def _asked_again(*statuses: str, method: str = "") -> dict[str, Any]:
-    """Return how gRPC repeats the manager's calls, within their deadline: 0.02, 0.04 and 0.08 s later."""
+    """Return gRPC's retry policy for the manager's calls: after 0.02, 0.04 and 0.08 s, within the deadline."""
     retry = {"maxAttempts": 4, "initialBackoff": "0.02s", "maxBackoff": "0.08s", "backoffMultiplier": 2}
     name = {"service": _MANAGER} | ({"method": method} if method else {})
     return {"name": [name], "retryPolicy": retry | {"retryableStatusCodes": list(statuses)}}
 
 
-# gRPC's retry design (proposal A6). A manager that stops cancels what reached it and was not begun (seen at every
-# second rollout under eight callers); another one answers. Every call may be repeated (ContextCacheManager), but for
-# the delete: once done, it finds nothing, so it is repeated only where it was cancelled.
+# gRPC's retry design (proposal A6). A stopping manager cancels calls that it has not begun (seen at every second
+# rollout under eight callers); another replica answers them. All calls are idempotent except the
+# delete: a second delete finds nothing, so only a cancelled one is retried.
 _SERVICE_CONFIG = {
-    # A name may stand for several managers: every address gets calls.
+    # A name may resolve to several managers: every address gets calls.
     "loadBalancingConfig": [{"round_robin": {}}],
     "methodConfig": [
         _asked_again("UNAVAILABLE", "CANCELLED"),
@@ -48,24 +48,24 @@ _SERVICE_CONFIG = {
     ],
 }
 _ANSWERED: tuple[str, str | bytes] = ("grpc-retry-pushback-ms", "-1")
-"""Of our own errors: the other end has said what there is to say, asking again is the caller's choice."""
+"""Metadata of our own errors: gRPC must not retry them."""
 
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer that was restarted is found again within a second, not after gRPC's default of up to two minutes.
+    # Reconnects to a restarted peer within a second. gRPC's default is up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # A peer gone without a word, behind something that goes on acknowledging, is noticed after 17 s. gRPC waits a
-    # minute for a ping's answer unless told otherwise, and sends none in the moments without a call.
+    # Detects a vanished peer after 17 s, also behind a proxy that acknowledges. By default gRPC waits a minute for a
+    # ping's answer, and pings only during calls.
     ("grpc.keepalive_time_ms", 12_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
-    # An address that is gone is asked for again within a second, not after gRPC's half minute, in which a rollout may
-    # have replaced them all.
+    # Resolves a name again within a second. gRPC's default is half a minute, in which a rollout may replace all
+    # addresses.
     ("grpc.dns_min_time_between_resolutions_ms", 1000),
     # Loopback and pod-to-pod calls never go through an HTTP proxy.
     ("grpc.enable_http_proxy", 0),
@@ -73,19 +73,19 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 
 
 GRACE_S = 0.25
-"""Time after a call's deadline until its caller stops waiting for gRPC: long enough that gRPC ends most calls itself.
+"""Time after a call's deadline until its caller stops waiting for gRPC, which ends most calls itself by then.
 
-gRPC 1.85 ends no call while the kernel takes no more of its request. That is the case when the other end is stopped and
-the request is larger than the socket's buffer.
+gRPC 1.85 ends no call while the kernel accepts no more of its request: the server is stopped, and the request is larger
+than the socket's buffer.
 """
 
 
 class LateCallError(grpc.RpcError):
-    """A call that gRPC did not end at its deadline, and that its caller left."""
+    """A call that gRPC did not end at its deadline; its caller stopped waiting."""
 
     @override
     def code(self) -> grpc.StatusCode:
-        """Return the status that gRPC would have ended the call with."""
+        """Return DEADLINE_EXCEEDED, as gRPC does for other late calls."""
         return grpc.StatusCode.DEADLINE_EXCEEDED
 
     @override
@@ -95,7 +95,7 @@ class LateCallError(grpc.RpcError):
 
     @override
     def trailing_metadata(self) -> tuple[Any, ...]:
-        """Return nothing: the other end sent nothing."""
+        """Return no metadata: the server sent none."""
         return ()
 
     @override
@@ -113,9 +113,9 @@ async def within(call: Awaitable[Answer], timeout_s: float) -> Answer:
 
 
 def error_from_rpc(exc: grpc.RpcError, *, unavailable: type[ContextCacheError]) -> ContextCacheError:
-    """Return the error the other end raised; `unavailable` when it never answered or spoke of nothing of ours.
+    """Return the error that the server raised; `unavailable` if it sent none of ours.
 
-    Raise it `from exc`: what gRPC says of a failed connection names inner addresses, so only `cause_of` tells it.
+    Raise it `from exc`. gRPC's text of a failed connection names inner addresses, so only `cause_of` returns it.
     """
     pairs: Any = exc.trailing_metadata() or ()
     metadata: dict[str, str | bytes] = dict(pairs)
@@ -130,7 +130,7 @@ def error_from_rpc(exc: grpc.RpcError, *, unavailable: type[ContextCacheError]) 
 
 
 def is_unanswered(error: ContextCacheError) -> bool:
-    """Return whether a call failed without a word of the other end."""
+    """Return whether a call failed without an answer of the server."""
     cause = error.__cause__
     if not isinstance(cause, grpc.RpcError):
         return False
@@ -139,24 +139,24 @@ def is_unanswered(error: ContextCacheError) -> bool:
 
 
 def is_late(error: ContextCacheError) -> bool:
-    """Return whether a call ran out of its time: the other end may have heard it, and may answer the next."""
+    """Return whether a call exceeded its deadline. The server may have received it, and may answer the next one."""
     cause = error.__cause__
     return isinstance(cause, grpc.RpcError) and cause.code() == grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def cause_of(error: ContextCacheError) -> str:
-    """Return what gRPC said of the call that failed, for our own log and never for a client; empty for other errors."""
+    """Return gRPC's text of a failed call, for our log and never for a client; empty for other errors."""
     cause = error.__cause__
     return str(cause.details() or "") if isinstance(cause, grpc.RpcError) else ""
 
 
 def status_of(error: ContextCacheError) -> grpc.StatusCode:
-    """Return the gRPC status that the error travels under."""
+    """Return the gRPC status of an error."""
     return grpc.StatusCode[error.grpc_status]
 
 
 def error_metadata(error: ContextCacheError) -> tuple[tuple[str, str | bytes], ...]:
-    """Return the trailing metadata that lets the other end raise the same error."""
+    """Return the trailing metadata from which the client raises the same error."""
     detail = json.dumps({"param": error.param, "retry_after_s": error.retry_after_s}).encode()
     return ((CODE_KEY, error.code), (DETAIL_KEY, detail), _ANSWERED)
 

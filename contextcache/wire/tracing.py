@@ -1,12 +1,12 @@
 """One trace of a turn, from the gateway to the engine, in OpenTelemetry's own spans (ADR 0036).
 
-What goes where: a part begins a span with its `Tracer` where a request comes in (`parent` is what the caller sent) and
-with `child_span` anywhere below; a call to another part carries `trace_metadata()` or `trace_headers()`. Nothing is
-registered with OpenTelemetry globally: vLLM may have a tracer of its own in the same process. Where tracing is off
-only OpenTelemetry's API is imported; what makes spans and sends them is span_export.py's.
+A process begins a span with its `Tracer` for each request (`parent` comes from the caller), and with `child_span` below
+it. A call to another process carries `trace_metadata()` or `trace_headers()`. Nothing is registered with OpenTelemetry
+globally, because vLLM may have its own tracer in the same process. Without tracing only OpenTelemetry's API is
+imported; span_export.py makes and sends spans.
 
 Attributes never hold prompt text, token ids, keys or tenants. Session ids are allowed, as in log lines: an id alone
-opens nothing.
+grants no access.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TRACEPARENT = "traceparent"
 
 _W3C = TraceContextTextMapPropagator()
 _TRACER = context.create_key("contextcache-tracer")
-"""Whose children the spans of this context have: those of another's, vLLM's say, have none of ours."""
+"""Context key of our tracer. Spans of another library, such as vLLM, get no children of ours."""
 _NOTHING = nullcontext(trace.INVALID_SPAN)
 
 
@@ -39,16 +39,16 @@ class Tracer:
     """Begins a part's spans. One per part and process."""
 
     def __init__(self, provider: Provider | None) -> None:
-        """Take what sends ended spans to a collector; None: tracing is off, and nothing is begun."""
+        """Take the provider that sends ended spans to a collector; None: tracing is off, and no span begins."""
         self._provider = provider
         self._tracer = provider.get_tracer("context-cache") if provider else trace.NoOpTracer()
 
     def span(
         self, name: str, *, kind: SpanKind = SpanKind.INTERNAL, parent: str = "", attributes: Attributes = None
     ) -> AbstractContextManager[Span]:
-        """Begin a span for the length of a `with` block, in which it is the current one.
+        """Begin a span for a `with` block, in which it is the current one.
 
-        `parent`: the caller's traceparent, which decides whether it is kept; empty or malformed: a new trace.
+        `parent`: the caller's traceparent, which decides on sampling; empty or malformed: a new trace.
         """
         if self._provider is None:
             return _NOTHING
@@ -57,27 +57,27 @@ class Tracer:
     def continued(
         self, name: str, *, kind: SpanKind = SpanKind.INTERNAL, parent: str, attributes: Attributes = None
     ) -> AbstractContextManager[Span]:
-        """Begin a span below `parent` if that names a trace that is kept; else none: no trace begins here."""
+        """Begin a span below `parent` if its trace is sampled. No trace begins here."""
         if self._provider is None or not parent:
             return _NOTHING
         caller = _caller(parent)
         return _running(self._tracer, name, kind, caller, attributes) if _is_kept(caller) else _NOTHING
 
     def close(self) -> None:
-        """Send what is left, within a few seconds. Blocks; harmless when repeated."""
+        """Send the remaining spans, within a few seconds. Blocks. Idempotent."""
         if self._provider is not None:
             self._provider.close()
 
 
 NO_TRACER = Tracer(None)
-"""Begins nothing."""
+"""Tracer without spans."""
 
 
 def open_tracer(endpoint: str, *, part: str, sample_ratio: float, on_lost: Callable[[int], object]) -> Tracer:
-    """Return a tracer of `part` that sends to `endpoint`, or one that does nothing when that is empty.
+    """Return a tracer of `part` that sends to `endpoint`; NO_TRACER if that is empty.
 
-    Begins a thread; connects with the first spans. `on_lost` is told how many spans did not reach the collector, by
-    any thread. Raises ValueError when OpenTelemetry's SDK is not installed.
+    Starts a thread, and connects with the first spans. Any thread calls `on_lost` with the number of spans that did not
+    reach the collector. Raises ValueError when OpenTelemetry's SDK is not installed.
     """
     if not endpoint:
         return NO_TRACER
@@ -91,14 +91,14 @@ def open_tracer(endpoint: str, *, part: str, sample_ratio: float, on_lost: Calla
 
 
 def tracer_of(settings: TracingSettings, *, part: str, on_lost: Callable[[int], object]) -> Tracer:
-    """Return the tracer that a part's settings ask for. Raises as `open_tracer`."""
+    """Return the tracer of a process's settings. Raises as `open_tracer`."""
     return open_tracer(settings.traces_endpoint, part=part, sample_ratio=settings.traces_sample_ratio, on_lost=on_lost)
 
 
 def child_span(
     name: str, *, kind: SpanKind = SpanKind.INTERNAL, attributes: Attributes = None
 ) -> AbstractContextManager[Span]:
-    """Begin a span below the current one; does nothing where there is none of ours, or one that is not kept."""
+    """Begin a span below the current one; does nothing if that is not ours, or not sampled."""
     tracer = cast("trace.Tracer | None", context.get_value(_TRACER))
     if tracer is None or not trace.get_current_span().is_recording():
         return _NOTHING
@@ -107,13 +107,13 @@ def child_span(
 
 @contextmanager
 def within(there: context.Context) -> Iterator[None]:
-    """Make `there` the current context for a `with` block, in whichever task that runs; its span is not ended by it."""
+    """Make `there` the current context for a `with` block, in any task. The block does not end its span."""
     before = context.get_current()
     context.attach(there)
     try:
         yield
     finally:
-        # Not by its token: a generator may be closed in another context than it was begun in.
+        # Without a token: a generator may be closed in another context than it began in.
         context.attach(before)
 
 
@@ -124,24 +124,24 @@ def fail(span: Span, error_type: str) -> None:
 
 
 def trace_headers() -> dict[str, str]:
-    """Return the HTTP headers that make the next part's span a child of the current one; none where tracing is off."""
+    """Return the HTTP headers that make the server's span a child of the current one; empty without tracing."""
     headers: dict[str, str] = {}
     _W3C.inject(headers)
     return headers
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """Return the same as gRPC metadata; none either for a trace that is not kept, which nobody needs to know."""
+    """Return `trace_headers()` as gRPC metadata; empty also for a trace that is not sampled."""
     return tuple(trace_headers().items()) if _is_kept(None) else ()
 
 
 def kept_traceparent() -> str:
-    """Return the current span's name, if its trace is kept; else empty."""
+    """Return the current span's traceparent if its trace is sampled, else empty."""
     return trace_headers()[TRACEPARENT] if _is_kept(None) else ""
 
 
 def _caller(traceparent: str) -> context.Context:
-    # Into an empty context: neither a span of another's nor our own is the parent of what a caller began.
+    # Into an empty context: the current span must not become the parent of a caller's trace.
     return _W3C.extract({TRACEPARENT: traceparent}, context.Context())
 
 
@@ -159,7 +159,7 @@ def _running(
         with within(context.set_value(_TRACER, tracer, trace.set_span_in_context(span, parent))):
             yield span
     except ContextCacheError as exc:
-        # A refusal is an answer; a fault is one of ours. Messages stay out: they may quote what somebody sent.
+        # Only faults of the server fail a span. Messages stay out, because they may quote a request.
         if exc.http_status >= 500:
             fail(span, exc.code)
         else:
