@@ -193,7 +193,7 @@ class NewSession:
 
 @dataclass(frozen=True, slots=True)
 class Repeatable:
-    """Request that the client may send again (repeats.py)."""
+    """Request that the client may send again (`terms.read_repeatable`)."""
 
     key: str
     """Digest of its idempotency key, 32 hex digits."""

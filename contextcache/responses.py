@@ -1,31 +1,44 @@
-"""What a body on `/v1/responses` says of contexts, in OpenAI's words. Pure.
+"""Context that a request continues: by `session_id`, by OpenAI's response or conversation, or by a label. Pure.
 
-A response's id names the context it is the newest answer of, and the generation that made it: to continue from it,
-nothing else has to be kept. `conversation` names a context, as `session_id` does. `store` says whether an answer stays.
+The id of a response names a context and the generation that it committed, so continuing from it needs no other record.
+`conversation` names a context, as `session_id` does. `store` says whether the answer is committed. A label is an
+`X-Session-ID` without the prefix `ctx_` that equals the name of a context (ADR 0094).
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from contextcache.claim import RESPONSES_PATH, Claims, claimed_session
+from contextcache.claim import RESPONSES_PATH, Claims, claimed_session, label_of
+from contextcache.clock import Clock
 from contextcache.errors import (
+    ContextCacheError,
     ContextExpired,
     ContextNotFound,
     GenerationGone,
     InvalidRequest,
     PreviousResponseNotFound,
+    StoreUnavailable,
 )
 from contextcache.fields import HANDLE_FIELDS, refuse_misspelt
-from contextcache.model import SessionId
+from contextcache.model import SessionId, TenantId
 from contextcache.names import KEPT_PREFIX, SESSION_ID_PATTERN, SESSION_ID_RULE
 
+log = logging.getLogger(__name__)
+
 RESPONSE_FIELDS = frozenset({"previous_response_id", "conversation", "store"})
-"""What says which context it is."""
+"""Fields of a response that choose its context."""
+LOOK_UP_S = 0.5
+"""Maximum wait of a plain request for the look-up of its label, which takes a millisecond or two. Agents send labels
+with plain requests too."""
+PAUSE_MS = 1_000
+"""Pause without look-ups after the store did not answer. A longer one would run more turns without their context."""
 _RESPONSE_HANDLES = HANDLE_FIELDS | RESPONSE_FIELDS
 _SHOWN = re.compile(r"[A-Za-z0-9_.-]{1,160}", re.ASCII)
 """Ids that an error may repeat."""
@@ -34,22 +47,22 @@ _RESPONSE_ID = re.compile(r"resp_([1-9]\d{0,14})_(.{1,128})", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """The context of a response."""
+    """Context of a request."""
 
     session_id: SessionId | None
-    """None: a new one."""
+    """None: a new context."""
     generation: int | None = None
-    """That it goes on from; None: whichever there is."""
+    """Generation to continue from; None: the newest."""
     creates: bool = False
-    """It is made where there is none."""
+    """True: a missing context is created."""
     commits: bool = True
-    """The answer stays."""
+    """True: the answer is committed."""
     said: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The fields that named it, `previous_response_id` or `conversation`, as the client wrote them."""
+    """Fields that named it, `previous_response_id` or `conversation`, as the client wrote them."""
 
 
 def response_id(session_id: SessionId, generation: int) -> str:
-    """Return the id of the response that made this generation."""
+    """Return the id of the response that committed this generation."""
     return f"resp_{generation}_{session_id}"
 
 
@@ -58,8 +71,8 @@ def continued_by(
 ) -> Continued | None:
     """Return the context that a call continues, or creates; None: none. `header` is `X-Session-ID`.
 
-    `label`: the one in the header, where it is known to be a context's name. Raises InvalidRequest, also for a field
-    that is nearly one that names a context; PreviousResponseNotFound for an id that no response of a context has.
+    `label`: the label in the header, if a context has that name. Raises InvalidRequest, also for a misspelt field;
+    PreviousResponseNotFound for an id that no response of a context can have.
     """
     if claims is not None:
         refuse_misspelt(claims.names, _RESPONSE_HANDLES if path == RESPONSES_PATH else HANDLE_FIELDS)
@@ -67,8 +80,9 @@ def continued_by(
     if claims is None or path != RESPONSES_PATH:
         creates = claims is not None and claims.creates_if_missing()
         return None if named is None else Continued(named, creates=creates)
-    previous, said = claims.value("previous_response_id"), claims.value("conversation")
-    commits = _store(claims.value("store"))
+    previous, said, store = map(claims.value, ("previous_response_id", "conversation", "store"))
+    if store is not None and not isinstance(store, bool):
+        raise InvalidRequest("store must be true or false", param="store")
     if previous is not None and said is not None:
         raise InvalidRequest("give either previous_response_id or conversation, not both", param="conversation")
     generation: int | None = None
@@ -81,21 +95,19 @@ def continued_by(
         raise InvalidRequest(
             "session_id names a different context than previous_response_id or conversation", param="session_id"
         )
-    named = named or other
-    stays = commits is not False
+    named, commits = named or other, store is not False
     if named is None:
-        return Continued(None, creates=True) if commits else None
-    is_made = (said is not None and stays) or claims.creates_if_missing()
-    creates = is_made and generation is None
+        return Continued(None, creates=True) if store else None
+    creates = generation is None and ((said is not None and commits) or claims.creates_if_missing())
     written = {"previous_response_id": previous, "conversation": said}
-    return Continued(named, generation, creates=creates, commits=stays, said=written)
+    return Continued(named, generation, creates=creates, commits=commits, said=written)
 
 
 @contextmanager
 def telling_what_is_missing(said: Mapping[str, Any]) -> Iterator[None]:
-    """Raise the error of OpenAI's API when the response or the conversation that `said` names is not found.
+    """Raise OpenAI's error if the response or conversation that `said` names is not found.
 
-    Agents recover by it: they send the whole conversation again.
+    Agents recover from it: they send the whole conversation again.
     """
     try:
         yield
@@ -110,7 +122,7 @@ def telling_what_is_missing(said: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _no_response(response: str) -> PreviousResponseNotFound:
-    """Return OpenAI's own words, by which some clients know the error."""
+    """Return the error in OpenAI's words, because some clients match them."""
     shown = response if _SHOWN.fullmatch(response) else "…"
     return PreviousResponseNotFound(f"Previous response with id '{shown}' not found.", param="previous_response_id")
 
@@ -121,7 +133,7 @@ def _previous(said: Any) -> tuple[int, SessionId]:
     found = _RESPONSE_ID.fullmatch(said)
     if found is None or not SESSION_ID_PATTERN.fullmatch(found[2]):
         raise _no_response(said)
-    return int(found[1]), SessionId(found[2])
+    return int(found[1]), found[2]
 
 
 def _conversation(said: Any) -> SessionId:
@@ -129,10 +141,46 @@ def _conversation(said: Any) -> SessionId:
     if not isinstance(name, str) or not SESSION_ID_PATTERN.fullmatch(name) or name.startswith(KEPT_PREFIX):
         told = f"conversation must be a name, or an object with an `id`: {SESSION_ID_RULE}"
         raise InvalidRequest(told, param="conversation")
-    return SessionId(name)
+    return name
 
 
-def _store(said: Any) -> bool | None:
-    if said is not None and not isinstance(said, bool):
-        raise InvalidRequest("store must be true or false", param="store")
-    return said
+class Labels:
+    """Finds the context that a request continues, by its body and its label."""
+
+    def __init__(self, locate: Callable[[TenantId, SessionId], Awaitable[object]], clock: Clock) -> None:
+        """`locate` raises ContextNotFound or ContextExpired if there is no such context."""
+        self._locate = locate
+        self._clock = clock
+        self._paused_until_ms = 0
+
+    async def continued_by(
+        self, tenant: TenantId, path: str, claims: Claims | None, header: str | None
+    ) -> Continued | None:
+        """Return the result of `continued_by`; a label that equals a context of the tenant names that context.
+
+        An expired context counts too, so that the client gets a 410. A failed look-up never fails the request.
+        """
+        asked = continued_by(path, claims, header)
+        label = label_of(header)
+        if claims is None or label is None or (asked is not None and asked.session_id is not None):
+            return asked
+        return continued_by(path, claims, header, label=label) if await self._is_context(tenant, label) else asked
+
+    async def _is_context(self, tenant: TenantId, label: SessionId) -> bool:
+        if 0 < self._paused_until_ms - self._clock.now_ms() <= PAUSE_MS:
+            return False
+        try:
+            async with asyncio.timeout(LOOK_UP_S):
+                await self._locate(tenant, label)
+        except ContextNotFound:
+            return False
+        except ContextExpired:
+            return True
+        except (StoreUnavailable, TimeoutError):
+            self._paused_until_ms = self._clock.now_ms() + PAUSE_MS
+            log.warning("label look-ups paused for a second: no answer from the context manager")
+            return False
+        except ContextCacheError as exc:  # Of this context: look-ups of others go on.
+            log.warning("label look-up failed", extra={"code": exc.code})
+            return False
+        return True

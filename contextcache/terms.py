@@ -1,36 +1,41 @@
-"""What a client says of a context's life and of what it carries along, read and checked in one place. Pure.
+"""Fields and headers in which a client sets the terms of a context or a request, read and checked. Pure.
 
-A create says all of it, a PATCH and a fork some. Bounds of a deployment are the manager's to check; what cannot be a
-ttl, a policy or metadata at all is refused here, before anybody is asked.
+A create sets all of them, a PATCH and a fork some. The manager checks the bounds of a deployment. Values of the wrong
+type or form are refused here, before any call.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
 from contextcache.errors import InvalidRequest, TtlOutOfRange
-from contextcache.model import SessionId, SessionMode, TtlPolicy
-from contextcache.names import check_generation, check_metadata, context_id
+from contextcache.model import Repeatable, SessionId, SessionMode, TenantId, TtlPolicy
+from contextcache.names import MINTED_PREFIX, check_generation, check_metadata, context_id
 
+IDEMPOTENCY_HEADER = "idempotency-key"
+REPLAYED_HEADER = "idempotent-replayed"
+"""Header of an answer that was given before; Stripe's name."""
+_IDEMPOTENCY_KEY = re.compile(r"[\x20-\x7e]{1,255}", re.ASCII)
 _MAX_INTEGER = 2**53
-"""Integers beyond it are not exact in JSON implementations, and no field needs them."""
-
+"""Largest integer that all JSON implementations represent exactly."""
 _GENERATION_TAG = re.compile(r'([0-9]{1,15})|(?:W/)?"([0-9]{1,15})"', re.ASCII)
 _TTL_TEXT = re.compile(r"([1-9][0-9]{0,14})s", re.ASCII)
-"""A life as Gemini's API writes it."""
+"""TTL as Gemini's API writes it."""
 _PREFIX_NAMES = ("common_prefix",)
-"""Names that other APIs (Volcengine's) have for the mode `prefix`."""
+"""Names of the mode `prefix` in other APIs (Volcengine)."""
 
 ChoiceT = TypeVar("ChoiceT", bound=Enum)
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is said; None: nothing is said of it."""
+    """TTL, its policy and metadata; None: not set."""
 
     ttl_s: int | None = None
     ttl_policy: TtlPolicy | None = None
@@ -38,7 +43,7 @@ class Terms:
 
 
 def read_terms(body: Mapping[str, Any]) -> Terms:
-    """Read `ttl`, `ttl_policy` and `metadata`. Raises InvalidRequest, TtlOutOfRange naming the field."""
+    """Read `ttl`, `ttl_policy` and `metadata`. Raises InvalidRequest, TtlOutOfRange with the field's name."""
     return Terms(_ttl_s(body), read_choice(body, "ttl_policy", TtlPolicy), _metadata(body.get("metadata")))
 
 
@@ -54,10 +59,10 @@ def read_generation(body: Mapping[str, Any]) -> int | None:
 
 
 def read_if_match(header: str | None) -> int | None:
-    """Return the generation that a request is for; None: any, as also for `*`. Raises InvalidRequest.
+    """Return the generation that a request expects; None: any, also for `*`. Raises InvalidRequest.
 
-    A generation may stand alone or as an entity tag. A weak tag is equal to the strong one: an answer to a generation
-    is the same in every byte.
+    The header is a number or an entity tag. Weak and strong tags are equal, because all answers to a generation are
+    equal byte by byte.
     """
     if header is None or names_any(header):
         return None
@@ -68,12 +73,12 @@ def read_if_match(header: str | None) -> int | None:
 
 
 def names_any(if_match: str | None) -> bool:
-    """Return whether `If-Match` asks for a context that is there, at whatever generation."""
+    """Return whether `If-Match` accepts every generation of an existing context."""
     return if_match is not None and if_match.strip() == "*"
 
 
 def read_choice(body: Mapping[str, Any], key: str, choices: type[ChoiceT]) -> ChoiceT | None:
-    """Return which of `choices` a field names; None: it is not there. Raises InvalidRequest."""
+    """Return the value of a field as one of `choices`; None: it is absent. Raises InvalidRequest."""
     value = body.get(key)
     if value is None:
         return None
@@ -92,7 +97,7 @@ def read_mode(body: Mapping[str, Any]) -> SessionMode | None:
 
 
 def whole(value: Any) -> int | None:
-    """Return a whole number, which JSON may write as 5.0 too, or None. `true` is none."""
+    """Return a whole number, which JSON may write as 5.0 too; None: it is none, as `true`."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value if type(value) is int else None
@@ -118,3 +123,25 @@ def _metadata(given: Any) -> Mapping[str, str] | None:
         raise InvalidRequest("metadata must be an object whose values are strings", param="metadata")
     check_metadata(given)
     return given
+
+
+def read_repeatable(header: str | None, parts: Iterable[bytes]) -> Repeatable | None:
+    """Return the digests of an `Idempotency-Key` and of the request's parts; None: there is no key.
+
+    Requests are the same if all bytes are equal. Only digests are stored. Raises InvalidRequest.
+    """
+    if header is None:
+        return None
+    if not _IDEMPOTENCY_KEY.fullmatch(header):
+        raise InvalidRequest("Idempotency-Key must have 1 to 255 printable ASCII characters", param="Idempotency-Key")
+    request = hashlib.sha256()
+    for part in parts:
+        request.update(len(part).to_bytes(8, "little"))
+        request.update(part)
+    return Repeatable(hashlib.sha256(header.encode()).hexdigest()[:32], request.hexdigest()[:32])
+
+
+def session_id_of(tenant: TenantId, key: str, secret: bytes) -> SessionId:
+    """Return the id of the context that a create with this idempotency key makes, as hard to guess as a random one."""
+    named = hmac.new(secret, f"repeatable create\x00{tenant}\x00{key}".encode(), hashlib.sha256)
+    return f"{MINTED_PREFIX}{named.hexdigest()[:32]}"

@@ -36,8 +36,7 @@ from contextcache.model import (
     Usage,
 )
 from contextcache.names import SESSION_ID_PATTERN, new_cache_ref, new_session_id, shard_of
-from contextcache.repeats import session_id_of
-from contextcache.terms import Terms
+from contextcache.terms import Terms, session_id_of
 from gateway.kept import KeptConversation, KeptPage, page_of
 from gateway.pods.sidecars import Holders, KVState, sealed_state
 from gateway.ports import SessionDirectory

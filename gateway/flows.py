@@ -39,7 +39,6 @@ from contextcache.identity import (
     sign_identity,
     tenant_tag,
 )
-from contextcache.labels import Labels
 from contextcache.model import (
     MAX_LIST_LIMIT,
     CacheSessionMetadata,
@@ -53,9 +52,9 @@ from contextcache.model import (
     UsageReport,
 )
 from contextcache.names import new_session_id
-from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.requests import SHARE, LargeBodies, TenantsInHand
-from contextcache.responses import Continued, response_id, telling_what_is_missing
+from contextcache.responses import Continued, Labels, response_id, telling_what_is_missing
+from contextcache.terms import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id, not_found
 from gateway.deployment import Deployment
 from gateway.kept import KEEP_HEADER, Plain, allowed, group_of

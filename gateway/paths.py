@@ -18,7 +18,7 @@ from enum import Enum
 
 from contextcache.claim import TURN_PATHS
 from contextcache.errors import MethodNotAllowed, PathNotFound
-from contextcache.spelling import nearest
+from contextcache.fields import nearest
 
 CONTEXT_PATH = "/v1/context"
 READ_PATHS = frozenset({"/v1/usage", "/v1/deployment"})

@@ -1,1 +1,1 @@
-"""The Kubernetes API: one client, and its answers read."""
+"""Kubernetes API: one client, and the objects of its answers."""

@@ -1,7 +1,7 @@
-"""The Kubernetes API server over HTTP: the only importer of `kubernetes` (ADR 0013). Loops are not here.
+"""Client of the Kubernetes API server, and the only importer of `kubernetes` (ADR 0013). It has no loops.
 
-The library finds the server and its credentials and makes connections and requests. Its typed calls are not used: each
-answer needs a bound on what is read of it, and is checked before it is believed. Deadlines are ours.
+The library finds the server and its credentials, and makes connections and requests. Its typed calls are not used,
+because each answer is bounded and checked here. Deadlines are ours.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from contextcache.kubernetes.objects import (
 
 _CONNECT_S = 5.0
 _LIST_S = 30.0
-"""One page of a list."""
+"""Deadline of one page of a list."""
 _ONE_S = 10.0
 _GRACE_S = 10.0
-"""How much longer than it was asked to a server may keep a watch open: by then the connection is dead."""
+"""Time after a watch's end at which its connection counts as dead."""
 _PAGE_OBJECTS = 500
 _PAGES_MAX = 200
 _BODY_BYTES_MAX = 64 << 20
 _SERVICE_ACCOUNT = Path(incluster_config.SERVICE_TOKEN_FILENAME).parent
 
 Access = Callable[[], Awaitable[Configuration]]
-"""Reads where the server is and what it wants to see, again whenever it is called."""
+"""Reads the server's address and the credentials anew at each call."""
 
 
 class KubernetesApi:
@@ -56,14 +56,14 @@ class KubernetesApi:
     def __init__(self, access: Access, *, namespace: str) -> None:
         self._access = access
         self.namespace = namespace
-        """The one this process lives in."""
+        """Namespace of this process."""
         self._client: ApiClient | None = None
 
     @classmethod
     def by_surroundings(cls) -> Self:
-        """Use the file that `KUBECONFIG` (or `~/.kube/config`) is, else the pod's service account.
+        """Use the file of `KUBECONFIG` (or `~/.kube/config`), else the pod's service account.
 
-        Raises ValueError when there is neither. The server need not be there yet.
+        Raises ValueError if there is neither. The server may still be down.
         """
         file = Path(config.KUBE_CONFIG_DEFAULT_LOCATION).expanduser()
         try:
@@ -76,18 +76,18 @@ class KubernetesApi:
 
     @classmethod
     def in_pod(cls, service_account: Path, *, environ: Mapping[str, str] | None = None) -> Self:
-        """Use the service account mounted there: `token`, `ca.crt` and `namespace`. Raises OSError without one."""
+        """Use a mounted service account: `token`, `ca.crt` and `namespace`. Raises OSError without one."""
         namespace = (service_account / "namespace").read_text().strip()
         return cls(lambda: _from_pod(service_account, environ), namespace=namespace)
 
     async def close(self) -> None:
-        """End all connections; the next call would open new ones."""
+        """Close all connections. A later call opens new ones."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()
 
     async def list(self, selection: Selection) -> Listing:
-        """Return the newest state. No resource version is asked for, so it comes from a quorum of the store."""
+        """Return the newest state, from a quorum of the store: the request names no resource version."""
         resource = selection.resource
         objects: list[KubernetesObject] = []
         query = {"labelSelector": selection.label_selector, "limit": str(_PAGE_OBJECTS)}
@@ -106,7 +106,7 @@ class KubernetesApi:
     async def watch(
         self, selection: Selection, *, resource_version: str, timeout_s: float
     ) -> AsyncIterator[AsyncIterator[WatchEvent]]:
-        """Follow the changes since `resource_version`; see KubernetesReader."""
+        """Follow the changes after `resource_version`; see KubernetesReader."""
         query = {
             "watch": "1",
             "labelSelector": selection.label_selector,
@@ -127,7 +127,7 @@ class KubernetesApi:
             return json_object(await _whole(answer))
 
     async def create(self, resource: Resource, namespace: str, body: KubernetesObject) -> None:
-        """Create one object. Raises KubernetesExists where its name is taken."""
+        """Create one object. Raises KubernetesExists when its name is taken."""
         async with self._answer(resource.path(namespace), query={}, timeout_s=_ONE_S, body=body) as answer:
             await _whole(answer)
 
@@ -135,7 +135,7 @@ class KubernetesApi:
     async def _answer(
         self, path: str, *, query: Mapping[str, str], timeout_s: float, body: KubernetesObject | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Ask and give its answer with a good status; foreign errors become ours, in the block too."""
+        """Send a request and yield its successful answer; maps foreign errors, also those of the block."""
         try:
             async with asyncio.timeout(timeout_s):
                 client = await self._connected()
@@ -154,11 +154,11 @@ class KubernetesApi:
                         raise answered_error(answer.status, await _whole(answer))
                     yield answer
         except KubernetesUnauthorized:
-            # The credentials may have been replaced: read them again for the next call.
+            # The next call reads the credentials anew: they may have been replaced.
             await self.close()
             raise
         except (aiohttp.ClientSSLError, ssl.SSLError, config.ConfigException) as exc:
-            # So may the CA.
+            # The CA may have been replaced too.
             await self.close()
             raise KubernetesUnavailable(
                 f"connection to the Kubernetes API server failed: {type(exc).__name__}"
@@ -171,7 +171,7 @@ class KubernetesApi:
             client = ApiClient(await self._access())
             client.user_agent = "context-cache"
             if self._client is not None:
-                # Another task was faster.
+                # Another task connected first.
                 await client.close()
             else:
                 self._client = client
@@ -187,7 +187,7 @@ async def _from_file(file: Path) -> Configuration:
 async def _from_pod(service_account: Path, environ: Mapping[str, str] | None) -> Configuration:
     found = _configuration()
     more = {} if environ is None else {"environ": environ}
-    # The loader reads the token again every minute, as it rotates.
+    # The loader reads the token every minute, because it rotates.
     incluster_config.InClusterConfigLoader(
         token_filename=str(service_account / "token"), cert_filename=str(service_account / "ca.crt"), **more
     ).load_and_set(found)
@@ -196,7 +196,7 @@ async def _from_pod(service_account: Path, environ: Mapping[str, str] | None) ->
 
 def _configuration() -> Configuration:
     found = Configuration()
-    # Clusters' CAs often lack an authority key identifier, which Python 3.13 would refuse and Go does not.
+    # Python 3.13 rejects CAs without an authority key identifier, as clusters often have. Go accepts them.
     found.disable_strict_ssl_verification = True
     return found
 

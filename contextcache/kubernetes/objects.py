@@ -1,6 +1,6 @@
-"""Words of the Kubernetes API: kinds, lists, watch events, how calls fail, what an answer must be. Pure.
+"""Kinds, lists, watch events and errors of the Kubernetes API, and checks of its answers. Pure.
 
-Objects are JSON as the server sends it; whoever reads one takes any field to be absent.
+Objects are JSON as the server sends it. Any field may be absent.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Literal, Protocol
 from contextcache.errors import ContextCacheError
 
 KubernetesObject = Mapping[str, Any]
-"""One object, or a part of one."""
+"""An object, or a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A kind of object, and where the server keeps it."""
+    """A kind of object, and its URL path."""
 
     group_version: str
     """`v1`, or `group/version`."""
@@ -40,7 +40,7 @@ REPLICA_SETS = Resource("apps/v1", "replicasets", "ReplicaSet")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which objects: of one kind, in one namespace, with these labels."""
+    """Objects of one kind, in one namespace, with given labels."""
 
     resource: Resource
     namespace: str
@@ -50,31 +50,31 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All objects that were asked for, as they were together at one moment."""
+    """All selected objects, at one moment."""
 
     objects: tuple[KubernetesObject, ...]
     resource_version: str
-    """That moment: where a watch goes on."""
+    """That moment: start of a watch."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """One change."""
+    """A change of one object."""
 
     type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
-    """BOOKMARK: nothing changed; the object holds no more than a resource version to go on from."""
+    """BOOKMARK: no change. The object has only a resource version."""
     object: KubernetesObject
 
 
 class KubernetesError(ContextCacheError):
-    """A call of the API server failed. These stay in the process that made the call."""
+    """Failed call of the API server. It never leaves the process."""
 
     reason: ClassVar[str] = "unavailable"
     """Label of metrics."""
 
 
 class KubernetesUnavailable(KubernetesError):
-    """No answer in time, or one that says to come again."""
+    """No answer in time, or one that asks for a retry."""
 
 
 class KubernetesForbidden(KubernetesError):
@@ -84,7 +84,7 @@ class KubernetesForbidden(KubernetesError):
 
 
 class KubernetesUnauthorized(KubernetesError):
-    """401: the token or certificate is not believed."""
+    """401: the token or certificate is not valid."""
 
     reason = "unauthorized"
 
@@ -96,25 +96,25 @@ class KubernetesNotFound(KubernetesError):
 
 
 class KubernetesExpired(KubernetesError):
-    """410: the resource version is too old to go on from; list again."""
+    """410: the resource version is too old for a watch; list again."""
 
     reason = "expired"
 
 
 class KubernetesAnswerInvalid(KubernetesError):
-    """Something answered that is no API server, or not one of ours."""
+    """Answer that no API server gives."""
 
     reason = "invalid"
 
 
 class KubernetesExists(KubernetesError):
-    """An object of this name is there already."""
+    """409: an object of this name exists."""
 
     reason = "exists"
 
 
 class KubernetesReader(Protocol):
-    """Lists and watches. Every call ends by a deadline and raises KubernetesError."""
+    """Port that lists and watches. Every call has a deadline and raises KubernetesError."""
 
     async def list(self, selection: Selection) -> Listing:
         """Return the newest state, from a quorum of the server's store."""
@@ -123,9 +123,9 @@ class KubernetesReader(Protocol):
     def watch(
         self, selection: Selection, *, resource_version: str, timeout_s: float
     ) -> AbstractAsyncContextManager[AsyncIterator[WatchEvent]]:
-        """Follow the changes since `resource_version`, in order, for `timeout_s` or until the server ends it.
+        """Follow the changes after `resource_version`, in order, for `timeout_s` or until the server ends the watch.
 
-        Raises KubernetesExpired when they are no longer known.
+        Raises KubernetesExpired when the server no longer has them.
         """
         ...
 
@@ -141,8 +141,8 @@ _ERRORS: dict[int, type[KubernetesError]] = {
 
 
 def checked_page(resource: Resource, page: KubernetesObject) -> list[KubernetesObject]:
-    """Return the objects of one page of a list. Raises KubernetesAnswerInvalid when it is none."""
-    # Anything else with status 200 must not pass for "there is nothing"; Go writes that as null too.
+    """Return the objects of one page of a list. Raises KubernetesAnswerInvalid for another answer."""
+    # Another answer with status 200 must not count as an empty list. Go writes an empty list as null.
     items = page.get("items", "absent")
     if page.get("kind") != f"{resource.kind}List" or not (items is None or isinstance(items, list)):
         raise KubernetesAnswerInvalid(f"the Kubernetes API server's answer is not a {resource.kind}List")
@@ -150,7 +150,7 @@ def checked_page(resource: Resource, page: KubernetesObject) -> list[KubernetesO
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object that the bytes are. Raises KubernetesAnswerInvalid."""
+    """Parse a JSON object. Raises KubernetesAnswerInvalid."""
     try:
         found = json.loads(raw)
     except (RecursionError, ValueError) as exc:
@@ -161,7 +161,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 
 def resource_version_of(found: KubernetesObject) -> str:
-    """Return where a watch goes on. Raises KubernetesAnswerInvalid when there is none."""
+    """Return an object's resource version. Raises KubernetesAnswerInvalid if it has none."""
     version = (found.get("metadata") or {}).get("resourceVersion")
     if not isinstance(version, str) or not version:
         raise KubernetesAnswerInvalid("the Kubernetes API server's answer has no resource version")
@@ -169,7 +169,7 @@ def resource_version_of(found: KubernetesObject) -> str:
 
 
 def answered_error(status: int, raw: bytes) -> KubernetesError:
-    """Return the error of an answer with a bad HTTP status, whatever its body is."""
+    """Return the error of an answer with a bad HTTP status, with any body."""
     try:
         return status_error(status, json_object(raw))
     except KubernetesAnswerInvalid:
@@ -177,7 +177,7 @@ def answered_error(status: int, raw: bytes) -> KubernetesError:
 
 
 def status_error(status: object, body: KubernetesObject) -> KubernetesError:
-    """Return the error that a code and a Status object are."""
+    """Return the error of a code and a Status object."""
     message = str(body.get("message") or "")[:_MESSAGE_LENGTH_MAX]
     cls = _ERRORS.get(status, KubernetesUnavailable) if isinstance(status, int) else KubernetesUnavailable
     return cls(f"{status}: {message}" if message else f"the Kubernetes API server answered with status {status}")

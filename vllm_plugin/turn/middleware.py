@@ -56,9 +56,9 @@ from contextcache.model import NewSession, SessionId, TenantId
 from contextcache.names import new_session_id
 from contextcache.process.logs import show_logs_of, traceback_without_messages
 from contextcache.process.settings import read_secret
-from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.requests import LargeBodies, TakeBytes, joined_headers
 from contextcache.responses import RESPONSE_FIELDS, telling_what_is_missing
+from contextcache.terms import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.wire.rpc import cause_of
 from contextcache.wire.tracing import TRACEPARENT
 from vllm_plugin.turn.admission import TurnAdmission

@@ -14,7 +14,7 @@ import msgspec
 
 from contextcache.errors import AnswerNotKept, ContextCacheError, IdempotencyKeyReused
 from contextcache.model import KeptAnswer, Repeatable
-from contextcache.repeats import REPLAYED_HEADER
+from contextcache.terms import REPLAYED_HEADER
 from vllm_plugin.turn.engine import Send
 
 RAW_BYTES_MAX = 4 << 20

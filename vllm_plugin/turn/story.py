@@ -32,7 +32,6 @@ from contextcache.errors import (
     NoReadyEndpoint,
 )
 from contextcache.identity import KV_TRANSFER_KEY, Identity, KVTransfer, cache_salt, sign_kv_transfer
-from contextcache.labels import Labels
 from contextcache.model import (
     BRANCH_LEASE_ID,
     CacheSessionMetadata,
@@ -46,6 +45,7 @@ from contextcache.model import (
 )
 from contextcache.names import new_cache_ref
 from contextcache.process.crash_points import crash_point
+from contextcache.responses import Labels
 from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
 from vllm_plugin.turn.answer import JsonAnswer, SseAnswer
 from vllm_plugin.turn.anthropic import Anthropic

@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 from contextcache import fields
 from contextcache.claim import RESPONSES_PATH, read_claims, read_strict_claims
 from contextcache.errors import InvalidRequest
-from contextcache.fields import FOREIGN_FIELDS, NAMES_MAX, OUR_FIELDS, meant_by, refuse_misspelt, refuse_unknown
+from contextcache.fields import (
+    FOREIGN_FIELDS,
+    NAMES_MAX,
+    OUR_FIELDS,
+    meant_by,
+    nearest,
+    refuse_misspelt,
+    refuse_unknown,
+)
 from contextcache.responses import RESPONSE_FIELDS, continued_by
-from contextcache.spelling import nearest
 
 ALL_OURS = OUR_FIELDS | RESPONSE_FIELDS
 COMPLETIONS = "/v1/completions"

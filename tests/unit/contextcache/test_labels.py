@@ -4,12 +4,11 @@ import asyncio
 
 import pytest
 
-from contextcache import labels
+from contextcache import responses
 from contextcache.claim import RESPONSES_PATH, label_of, read_strict_claims
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError, ContextExpired, ContextNotFound, StoreUnavailable
-from contextcache.labels import PAUSE_MS, Labels
-from contextcache.responses import Continued
+from contextcache.responses import PAUSE_MS, Continued, Labels
 
 CHAT = "/v1/chat/completions"
 
@@ -119,7 +118,7 @@ async def test_a_clock_that_is_set_back_ends_the_pause(ask, store, clock):
 
 
 async def test_a_store_that_hangs_is_waited_for_no_longer_than_a_plain_request_may(clock, monkeypatch):
-    monkeypatch.setattr(labels, "LOOK_UP_S", 0)
+    monkeypatch.setattr(responses, "LOOK_UP_S", 0)
     found = Labels(lambda tenant, session_id: asyncio.Event().wait(), clock)
     claims = read_strict_claims(b"{}")
 

@@ -16,8 +16,8 @@ from contextcache.errors import (
 )
 from contextcache.model import Segment, SegmentKind, TurnCommit
 from contextcache.names import NUM_SHARDS, shard_of
-from contextcache.repeats import read_repeatable
 from contextcache.responses import Continued, continued_by
+from contextcache.terms import read_repeatable
 from gateway.paths import Kind
 from tests.kit.gateway_parts import KEY, OTHER_KEY, REF, as_told, manifest_of
 from tests.unit.gateway.test_flows_route import identity_of, route
