@@ -30,7 +30,7 @@ from gateway.pods.endpoints import Health, WatchedEndpoints
 from gateway.pods.roster import Candidates
 from gateway.pods.routing import Choice, RouteQuery
 from gateway.pods.sidecars import Sidecars
-from gateway.pods.state import Endpoint, EndpointState
+from gateway.pods.state import Endpoint, EndpointState, Readiness
 
 MODEL = "8b"
 PROBE_S, STATS_S = 1.0, 5.0
@@ -152,7 +152,7 @@ class World:
 
     def _lay_out(self) -> None:
         """Put KV on the disks: kept conversations where the ring has them, the others evenly, as bounded shares do."""
-        ring = Candidates([EndpointState(one, True, frozenset(), 0, 0) for one in self._listed.values()])
+        ring = Candidates([EndpointState(one, Readiness.READY, frozenset(), 0, 0) for one in self._listed.values()])
         contexts = self.contexts
         for number, kind in enumerate(contexts.kind):
             if not KINDS[kind].is_session:

@@ -1,6 +1,22 @@
-"""The pods that settings, a file or Kubernetes list: which are ready, what they serve, how much each has to do.
+"""The pods that settings, a file or Kubernetes list: their readiness, models, load and placed contexts.
 
-Asks through a probe, in the background: no request waits for any of this.
+Probes and polls run in the background: no request waits for them. A pod has one of four states:
+
+                 3 healthy          unhealthy, refused,
+                  probes            or 3 silent probes
+    listed ─▶ NEW ──────▶ READY ──────────────────────▶ OUT
+               │            │ ◀──────────────────────── │
+               │            │       1 healthy probe     │
+               └────────────┴────────────┬──────────────┘
+                                         ▼ not listed
+                                        GONE ─▶ forgotten after its last request; NEW if listed again
+
+| state | requests | exceptions |
+| --- | --- | --- |
+| NEW | none | 1 healthy probe is enough if no pod was ready when the round began |
+| READY | yes | the last ready pod may be silent for 30 probes: a busy pod is better than none |
+| OUT | none | a refused connection puts a pod there at once, without a probe |
+| GONE | those that this gateway still carries | |
 """
 
 from __future__ import annotations
@@ -11,77 +27,73 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
-
-from prometheus_client import Gauge
 
 from contextcache.model import ModelId
 from gateway.metrics import Metrics
 from gateway.pods.roster import Roster
 from gateway.pods.routing import Choice, ChoiceReason, RouteQuery, choose_endpoint
-from gateway.pods.state import Endpoint, EndpointState, EngineLoad, LoadLimits
+from gateway.pods.state import Endpoint, EndpointState, EngineLoad, LoadLimits, Readiness
 from gateway.shares import PodTenants
 
 log = logging.getLogger(__name__)
 
 _LOAD_STATES = ("running", "waiting")
+_SETTLED_PROBES = 3
+"""Healthy probes of a new pod before it is ready. Envoy resolves DNS once a second, and sends requests for a pod that
+it does not know yet to any pod."""
+_SILENT_PROBES_MAX = 3
+"""Probes in a row without an answer that take a pod out, or after which its last load no longer counts."""
 _LAST_POD_PATIENCE = 10
-"""Times as many probes may go unanswered while no other pod is ready."""
+"""Factor on `_SILENT_PROBES_MAX` for the last ready pod."""
+_MODEL_PROBES = 600
+"""Rounds, some ten minutes, for which a model without a pod is expected back."""
+_BEGINNINGS_MAX = 4096
+"""Beginnings remembered of a pod: as many as its sidecar reports."""
+_ALL_BEGINNINGS_MAX = 1 << 19
+"""Beginnings remembered of all pods, some 500 bytes each. From 128 pods on each pod has an equal share."""
+_PLACED_WINDOW = 128
+"""New contexts per pod, on average, after which all counts are halved: enough to even out chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What one probe of a pod found."""
+    """Result of one probe."""
 
     healthy: bool
     certain: bool = True
-    """False: no answer in time, which a busy pod may mean; True: it answered, or refused the connection."""
+    """False: no answer in time, as of a busy pod; True: the pod answered, or refused the connection."""
     models: frozenset[ModelId] = frozenset()
     load: EngineLoad | None = field(default_factory=EngineLoad)
-    """Zeros when the pod does not say; None: it would have, and did not in time."""
+    """Zeros if the pod has no such metrics; None: the page did not arrive in time."""
     tenants: Mapping[str, int] | None = None
-    """Requests in flight by tenant's tag, of those that have most; None: the pod does not say."""
+    """Requests in flight of the tenants with most of them, by tag; None: the pod does not report them."""
     clock_skew_s: float | None = field(default=None, compare=False)
-    """The pod's clock less this machine's; None: the pod does not say."""
+    """The pod's clock minus this machine's; None: unknown."""
 
 
 Probe = Callable[[Endpoint], Awaitable[Health]]
-"""Asks one pod how it does, within a deadline of its own. Never raises for what the pod does."""
+"""Probes one pod within a deadline of its own. Never raises for a fault of the pod."""
 Source = Callable[[], Sequence[Endpoint] | None]
-"""Returns all pods there are when they have changed since it was asked last, else None."""
+"""Returns all pods if the list has changed since the last call, else None."""
 
 
-_BEGINNINGS_MAX = 4096
-"""Remembered of a pod: as many as its sidecar tells."""
-_SETTLED_PROBES = 3
-"""Answered by a pod that comes while others are ready, before it is: Envoy asks DNS once a second for those it may send
-to, and sends what is for one that it does not know to any, whatever its model."""
-_MODEL_PROBES = 600
-"""Rounds for which a model counts as one that is to be served, after its last pod was: some ten minutes."""
-_ALL_BEGINNINGS_MAX = 1 << 19
-"""Remembered of all pods, some 500 bytes each; of more than 128 pods fewer of each are."""
-_PLACED_WINDOW = 128
-"""New contexts a pod, on average, after which those before count half: enough that chance moves few of them."""
+@dataclass(slots=True, eq=False)
+class _Pod(EndpointState):
+    """A pod's state, with the memory that the next probe and the next choice need."""
 
-
-class _Pod:
-    """One pod as requests see it, and what is kept to know that."""
-
-    def __init__(self, endpoint: Endpoint, in_flight_gauge: Gauge, tenants: PodTenants) -> None:
-        self.state = EndpointState(endpoint, ready=False, models=frozenset(), in_flight=0, routed_at=0, tenants=tenants)
-        self.in_flight_gauge = in_flight_gauge
-        self.beginnings: dict[str, bool] = {}
-        """Whether its sidecar told of them; the one heard of last is last."""
-        self.beginnings_end = 0
-        self.unsettled_probes = _SETTLED_PROBES
-        """That it has to answer before it is ready."""
-        self.silent_probes = 0
-        self.probes_without_load = 0
+    probes_to_ready: int = _SETTLED_PROBES
+    """Healthy probes that a NEW pod still needs."""
+    silent_probes: int = 0
+    probes_without_load: int = 0
+    heard: dict[str, None] = field(default_factory=dict)
+    """Beginnings of prompts that the pod has served, in the order of their last request."""
+    beginnings_end: int = 0
+    """Position in the sidecar's list of beginnings up to which it was read; 0: from the start."""
 
 
 class WatchedEndpoints:
-    """The pods a source lists, probed by `run`, which its owner cancels."""
+    """The listed pods. `run` probes them; its owner cancels it."""
 
     def __init__(  # noqa: PLR0913  # one place is told everything, by name
         self,
@@ -90,40 +102,30 @@ class WatchedEndpoints:
         *,
         metrics: Metrics,
         interval_s: float = 1.0,
-        silent_probes_max: int = 3,
         source: Source | None = None,
         clock_s: Callable[[], float] = time.monotonic,
         limits: LoadLimits | None = None,
         rng: Random | None = None,
     ) -> None:
-        """`silent_probes_max` probes in a row without an answer make a ready pod unready; `source`: pods may change.
-
-        The last ready pod is given ten times as long: refusing everything helps nobody whose pod is only busy.
-        """
+        """`source`: tells of a changed list; `rng` breaks ties between pods: tests give a seeded one."""
         self._probe = probe
         self._metrics = metrics
         self._interval_s = interval_s
-        self._silent_probes_max = silent_probes_max
         self._source = source
         self._clock_s = clock_s
         self._limits = limits or LoadLimits()
         self._rng = rng if rng is not None else Random()  # noqa: S311 - spreads load, guards nothing
         self._choices = {reason: metrics.choices.labels(reason.value) for reason in ChoiceReason}
         self.looked = asyncio.Event()
-        """Set once `run` has asked every pod."""
-        self._num_routed = 0
+        """Set when `run` has probed every pod once."""
         self._pods: dict[str, _Pod] = {}
-        self._gone: dict[str, _Pod] = {}
-        """Pods no longer listed that still have requests of ours; bounded by those."""
+        """By name, GONE pods too."""
         self._roster: Roster | None = None
         self._knowing: dict[str, dict[str, int]] = {}
-        """By beginning, see Roster.knowing."""
-        self._num_placed = 0
-        self._num_rounds = 0
-        self._had_ready = False
-        """Whether some pod was ready when this round began."""
+        """Roster.knowing, by beginning."""
         self._models_seen: dict[ModelId, int] = {}
-        """The round in which a model was seen served last."""
+        """Last round in which a pod served the model."""
+        self._num_routed = self._num_placed = self._num_rounds = 0
         self.follow(endpoints)
 
     def choose(self, query: RouteQuery, *, is_made: bool = True) -> Choice:
@@ -137,135 +139,137 @@ class WatchedEndpoints:
         return choice
 
     def roster(self) -> Roster:
-        """Return all pods, ready or not; the same object until one comes, goes, or serves something else."""
+        """Return all listed pods; the same object until a pod comes, goes, or changes readiness or models."""
         if self._roster is None:
-            states = [pod.state for pod in self._pods.values()]
-            self._roster = Roster(states, self._knowing, frozenset(self._models_seen))
+            self._roster = Roster(self._listed(), self._knowing, frozenset(self._models_seen))
         return self._roster
 
     def states(self) -> Sequence[EndpointState]:
-        """Return all pods, ready or not."""
+        """Return all listed pods, ready or not."""
         return self.roster().states
 
     def endpoint(self, name: str) -> Endpoint | None:
-        """Return the pod of this name, ready or not; None when there is none."""
-        pod = self._pods.get(name)
-        return None if pod is None else pod.state.endpoint
-
-    def note_routed(self, name: str, tenant: str | None = None) -> None:
-        """Count one request as sent to this pod by a proxy that does not report its end; a pod gone counts none."""
-        pod = self._pods.get(name)
-        if pod is not None:
-            self._used(pod)
-            pod.state.since_probe += 1
-            if tenant is not None:
-                pod.state.tenants.routed(tenant)
+        """Return the listed pod of this name, ready or not."""
+        pod = self._named(name)
+        return None if pod is None else pod.endpoint
 
     def num_reported(self, tenant: str) -> int:
-        """Return a tenant's requests that the pods reported and this gateway does not carry itself. O(pods)."""
-        return sum(pod.state.tenants.reported(tenant) for pod in self._pods.values())
+        """Return a tenant's requests that pods report and that this gateway does not carry itself. O(pods)."""
+        return sum(pod.tenants.reported(tenant) for pod in self.states())
+
+    def note_routed(self, name: str, tenant: str | None = None) -> None:
+        """Count one request to a pod whose end no one reports, as through Envoy.
+
+        `tenant`: its tag; None: the engine computes nothing for the request.
+        """
+        pod = self._named(name)
+        if pod is not None:
+            self._note_use(pod)
+            if tenant is not None:
+                pod.tenants.routed(tenant)
+
+    @contextmanager
+    def carrying(self, name: str, tenant: str | None = None) -> Iterator[None]:
+        """Count one request as in flight to a pod for the length of the `with` block; `tenant`: see note_routed.
+
+        A pod that leaves the list and returns keeps its count.
+        """
+        pod = self._pods.get(name)
+        if pod is None:
+            # The pod left after it was chosen. The connection will fail.
+            yield
+            return
+        gauge = self._metrics.requests_in_flight.labels(name)
+        self._note_use(pod)
+        pod.in_flight += 1
+        gauge.inc()
+        try:
+            with nullcontext() if tenant is None else pod.tenants.carried(tenant):
+                yield
+        finally:
+            pod.in_flight -= 1
+            pod.since_probe -= 1
+            gauge.dec()
+            self._forget_if_gone(pod)
 
     def note_placed(self, name: str, beginning: str, *, at_ms: int, is_new: bool) -> Callable[[], None]:
-        """Remember what was just sent to a pod, before its reports tell; a pod gone is none. See WatchedEndpoints."""
-        pod = self._pods.get(name)
+        """Remember a request just sent to a pod, ahead of its reports; return a function that takes it back.
+
+        `beginning`: of its prompt, empty if unknown; `is_new`: it leaves KV on this pod that was not there.
+        """
+        pod = self._named(name)
         if pod is None:
             return lambda: None
         before_ms = self._knowing.get(beginning, {}).get(name)
         if beginning:
-            self._note_beginning(pod, beginning, at_ms, is_told=False)
+            self._note_beginning(pod, beginning, at_ms)
         if is_new:
-            pod.state.placed += 1
-            self._num_placed += 1
-            if self._num_placed >= _PLACED_WINDOW * len(self._pods):
-                for other in self._pods.values():
-                    other.state.placed //= 2
-                self._num_placed = sum(other.state.placed for other in self._pods.values())
-        return partial(self._take_back, pod, beginning, at_ms=at_ms, before_ms=before_ms, is_new=is_new)
+            self._add_placed(pod)
 
-    def _take_back(self, pod: _Pod, beginning: str, *, at_ms: int, before_ms: int | None, is_new: bool) -> None:
-        name = pod.state.endpoint.name
-        if self._pods.get(name) is not pod:
-            return
-        if self._knowing.get(beginning, {}).get(name) == at_ms:
-            if before_ms is None:
-                self._forget_beginning(pod, beginning)
-            else:
-                self._knowing[beginning][name] = before_ms
-        if is_new and pod.state.placed:
-            pod.state.placed -= 1
-            self._num_placed -= 1
+        def take_back() -> None:
+            if self._named(name) is not pod:
+                return
+            if self._knowing.get(beginning, {}).get(name) == at_ms:
+                if before_ms is None:
+                    self._forget_beginning(pod, beginning)
+                else:
+                    self._knowing[beginning][name] = before_ms
+            if is_new and pod.placed:
+                pod.placed -= 1
+                self._num_placed -= 1
+
+        return take_back
 
     def mark_unreachable(self, name: str, *, certain: bool = True) -> None:
-        """Take a pod that refused a connection out until it is seen healthy again; a pod gone is out already.
+        """Take a pod that refused a connection OUT.
 
-        Not `certain`: it did not take one in time; the last ready pod stays, as long as its probes let it.
+        Not `certain`: it did not accept one in time. The last ready pod then stays READY.
         """
-        pod = self._pods.get(name)
+        pod = self._named(name)
         if pod is not None and (certain or not self._is_last(pod)):
-            self._set_ready(pod, ready=False)
+            self._take_out(pod)
 
     def note_sidecar(self, name: str, *, fingerprint: str, tiers: Mapping[str, float]) -> None:
-        """Remember what a pod's sidecar said; an empty fingerprint leaves the last one, which the engine still has."""
-        pod = self._pods.get(name)
+        """Remember a sidecar's answer. An empty fingerprint keeps the last one: the engine still has it."""
+        pod = self._named(name)
         if pod is not None:
-            pod.state.fingerprint = fingerprint or pod.state.fingerprint
-            pod.state.tiers = tiers
+            pod.fingerprint = fingerprint or pod.fingerprint
+            pod.tiers = tiers
 
     def beginnings_end(self, name: str) -> int:
-        """Return what to ask a pod's sidecar for new beginnings with; 0: for all."""
-        pod = self._pods.get(name)
+        """Return the position from which to read the sidecar's list of beginnings; 0: from the start."""
+        pod = self._named(name)
         return 0 if pod is None else pod.beginnings_end
 
     def note_beginnings(self, name: str, asked_at_ms: Mapping[str, int], end: int) -> None:
-        """Remember what was asked for at a pod, and when, the newest last; of all there was, the last ones. O(new)."""
-        pod = self._pods.get(name)
-        if pod is None:
-            return
-        pod.beginnings_end = end
-        for beginning, at_ms in asked_at_ms.items():
-            self._note_beginning(pod, beginning, at_ms, is_told=True)
-
-    @contextmanager
-    def carrying(self, name: str, tenant: str | None = None) -> Iterator[None]:
-        """Count one request as in flight to this pod for the length of the `with` block.
-
-        A pod that leaves the list meanwhile, and perhaps comes back, keeps its count.
-        """
-        pod = self._pods.get(name) or self._gone.get(name)
-        if pod is None:
-            # It went between the choice and now; the connection will tell.
-            yield
-            return
-        self._used(pod)
-        pod.state.in_flight += 1
-        pod.state.since_probe += 1
-        pod.in_flight_gauge.inc()
-        try:
-            with nullcontext() if tenant is None else pod.state.tenants.carried(tenant):
-                yield
-        finally:
-            pod.state.in_flight -= 1
-            pod.state.since_probe -= 1
-            pod.in_flight_gauge.dec()
-            self._forget_if_gone(pod)
+        """Remember beginnings that a pod has served, with the time of the last request, the newest last."""
+        pod = self._named(name)
+        if pod is not None:
+            pod.beginnings_end = end
+            for beginning, at_ms in asked_at_ms.items():
+                self._note_beginning(pod, beginning, at_ms)
 
     def follow(self, endpoints: Sequence[Endpoint]) -> None:
-        """Make these all the pods there are. A new one is not ready before it was asked."""
+        """Replace the list of pods. A pod at another URL is another pod."""
         assert len({endpoint.name for endpoint in endpoints}) == len(endpoints), "endpoint names must differ"
-        before = self._pods
-        self._pods = {endpoint.name: self._pod_of(endpoint) for endpoint in endpoints}
-        self._roster = None
-        for name, pod in before.items():
-            if self._pods.get(name) is not pod:
+        before, self._roster = dict(self._pods), None
+        for endpoint in endpoints:
+            pod = before.pop(endpoint.name, None)
+            if pod is None or pod.endpoint.url != endpoint.url:
+                self._add(endpoint, pod)
+            else:
+                pod.endpoint = endpoint
+                if pod.readiness is Readiness.GONE:
+                    pod.readiness, pod.probes_to_ready = Readiness.NEW, _SETTLED_PROBES
+        for pod in before.values():
+            if pod.readiness is not Readiness.GONE:
+                log.info("endpoint gone", extra={"endpoint": pod.endpoint.name})
                 self._forget_placed(pod)
-            if name not in self._pods:
-                log.info("endpoint gone", extra={"endpoint": name})
-                self._set_ready(pod, ready=False)
-                self._gone[name] = pod
+                self._set(pod, Readiness.GONE)
                 self._forget_if_gone(pod)
 
     async def run(self) -> None:
-        """Probe all pods again and again until cancelled."""
+        """Follow the source and probe all pods, every `interval_s`, until cancelled."""
         while True:
             try:
                 changed = self._source() if self._source is not None else None
@@ -273,138 +277,142 @@ class WatchedEndpoints:
                     self.follow(changed)
                 await self.probe_all()
             except Exception:
-                # The loop must live: without it no pod would ever become ready again.
+                # The loop must survive: without it no pod would become ready again.
                 self._metrics.probe_failures.inc()
                 log.exception("probe round failed")
             self.looked.set()
             await asyncio.sleep(self._interval_s)
 
     async def probe_all(self) -> None:
-        """Probe every pod once, all at the same time; a fault of one probe costs the others nothing."""
+        """Probe every pod once, concurrently. A failed probe does not affect the others."""
         self._num_rounds += 1
-        self._had_ready = any(pod.state.ready for pod in self._pods.values())
         for model in [model for model, seen in self._models_seen.items() if self._num_rounds - seen >= _MODEL_PROBES]:
             del self._models_seen[model]
             self._roster = None
-        found = await asyncio.gather(*map(self._probe_one, list(self._pods.values())), return_exceptions=True)
-        for fault in found:
+        had_ready = any(pod.ready for pod in self._pods.values())
+        probes = [self._probe_one(pod, had_ready=had_ready) for pod in self._listed()]
+        for fault in await asyncio.gather(*probes, return_exceptions=True):
             if fault is not None:
                 raise fault
 
-    async def _probe_one(self, pod: _Pod) -> None:
-        endpoint = pod.state.endpoint
-        health = await self._probe(endpoint)
-        # What answered may no longer be what is listed under this name.
-        if self._pods.get(endpoint.name) is pod:
-            self._note(pod, health)
-
-    def _note(self, pod: _Pod, health: Health) -> None:
+    async def _probe_one(self, pod: _Pod, *, had_ready: bool) -> None:
+        health = await self._probe(pod.endpoint)
+        if self._named(pod.endpoint.name) is not pod:
+            return  # another pod has the name by now
         if health.healthy:
             pod.silent_probes = 0
-            self._note_clock(pod, health.clock_skew_s)
-            self._models_seen.update(dict.fromkeys(health.models, self._num_rounds))
-            if pod.state.models != health.models:
-                pod.state.models = health.models
-                self._roster = None
-            self._note_load(pod, health)
-            pod.unsettled_probes = max(0, pod.unsettled_probes - 1) if self._had_ready else 0
-            self._set_ready(pod, ready=pod.unsettled_probes == 0)
+            self._note_health(pod, health)
+            if pod.readiness is Readiness.NEW:
+                pod.probes_to_ready -= 1
+                if had_ready and pod.probes_to_ready > 0:
+                    return
+            self._set(pod, Readiness.READY)
         elif health.certain:
-            self._set_ready(pod, ready=False)
+            self._take_out(pod)
         else:
             pod.silent_probes += 1
-            patience = self._silent_probes_max * (_LAST_POD_PATIENCE if self._is_last(pod) else 1)
-            if pod.silent_probes >= patience:
-                self._set_ready(pod, ready=False)
+            if pod.silent_probes >= _SILENT_PROBES_MAX * (_LAST_POD_PATIENCE if self._is_last(pod) else 1):
+                self._take_out(pod)
 
-    def _note_clock(self, pod: _Pod, skew_s: float | None) -> None:
-        pod.state.clock_skew_s = skew_s
-        if skew_s is not None:
-            self._metrics.endpoint_clock_skew.labels(pod.state.endpoint.name).set(skew_s)
+    def _note_health(self, pod: _Pod, health: Health) -> None:
+        name = pod.endpoint.name
+        pod.clock_skew_s = health.clock_skew_s
+        if health.clock_skew_s is not None:
+            self._metrics.endpoint_clock_skew.labels(name).set(health.clock_skew_s)
+        self._models_seen.update(dict.fromkeys(health.models, self._num_rounds))
+        if pod.models != health.models:
+            pod.models, self._roster = health.models, None
+        pod.probes_without_load = 0 if health.load is not None else pod.probes_without_load + 1
+        if health.load is None and pod.probes_without_load < _SILENT_PROBES_MAX:
+            return  # the last load still counts
+        load = health.load or EngineLoad()
+        pod.load, pod.since_probe = load, 0
+        pod.tenants.probed(running=load.running, waiting=load.waiting, deferred=load.deferred, tenants=health.tenants)
+        for state, value in zip(_LOAD_STATES, (load.running, load.waiting), strict=True):
+            self._metrics.endpoint_load.labels(name, state).set(value)
+
+    def _take_out(self, pod: _Pod) -> None:
+        if pod.ready:
+            self._set(pod, Readiness.OUT)
+
+    def _set(self, pod: _Pod, readiness: Readiness) -> None:
+        was_ready, pod.readiness = pod.ready, readiness
+        if pod.ready != was_ready:
+            self._roster = None
+            self._metrics.endpoint_ready.labels(pod.endpoint.name).set(int(pod.ready))
+            log.info("endpoint ready" if pod.ready else "endpoint not ready", extra={"endpoint": pod.endpoint.name})
 
     def _is_last(self, pod: _Pod) -> bool:
-        return not any(other.state.ready for other in self._pods.values() if other is not pod)
+        return not any(other.ready for other in self._pods.values() if other is not pod)
 
-    def _note_load(self, pod: _Pod, health: Health) -> None:
-        """Take what a probe found; what it should have found and did not is what it was, for a while.
+    def _listed(self) -> list[_Pod]:
+        return [pod for pod in self._pods.values() if pod.readiness is not Readiness.GONE]
 
-        Not for ever: what is counted since the last figures would only grow.
-        """
-        pod.probes_without_load = 0 if health.load is not None else pod.probes_without_load + 1
-        if health.load is not None:
-            self._set_load(pod, health.load, health.tenants)
-        elif pod.probes_without_load >= self._silent_probes_max:
-            self._set_load(pod, EngineLoad(), health.tenants)
+    def _named(self, name: str) -> _Pod | None:
+        """Return the listed pod of this name."""
+        pod = self._pods.get(name)
+        return None if pod is None or pod.readiness is Readiness.GONE else pod
 
-    def _set_load(self, pod: _Pod, load: EngineLoad, tenants: Mapping[str, int] | None) -> None:
-        pod.state.load = load
-        pod.state.since_probe = 0
-        pod.state.tenants.probed(running=load.running, waiting=load.waiting, deferred=load.deferred, tenants=tenants)
-        for state, value in zip(_LOAD_STATES, (load.running, load.waiting), strict=True):
-            self._metrics.endpoint_load.labels(pod.state.endpoint.name, state).set(value)
+    def _add(self, endpoint: Endpoint, before: _Pod | None) -> None:
+        """List a new pod, in place of another one of its name: requests to that one end at its old address."""
+        if before is not None:
+            self._forget_placed(before)
+        tenants = PodTenants(self._clock_s)
+        self._pods[endpoint.name] = _Pod(
+            endpoint, Readiness.NEW, frozenset(), in_flight=0, routed_at=0, tenants=tenants
+        )
+        self._metrics.endpoint_ready.labels(endpoint.name).set(0)
 
-    def _set_ready(self, pod: _Pod, *, ready: bool) -> None:
-        if pod.state.ready != ready:
-            name = pod.state.endpoint.name
-            pod.state.ready = ready
-            self._roster = None
-            self._metrics.endpoint_ready.labels(name).set(int(ready))
-            log.info("endpoint ready" if ready else "endpoint not ready", extra={"endpoint": name})
-
-    def _used(self, pod: _Pod) -> None:
+    def _note_use(self, pod: _Pod) -> None:
         self._num_routed += 1
-        pod.state.routed_at = self._num_routed
+        pod.routed_at = self._num_routed
+        pod.since_probe += 1
 
-    def _note_beginning(self, pod: _Pod, beginning: str, at_ms: int, *, is_told: bool) -> None:
-        was_told = pod.beginnings.pop(beginning, False)
-        pod.beginnings[beginning] = was_told or is_told
-        pod.state.beginnings += is_told and not was_told
-        pods = self._knowing.setdefault(beginning, {})
-        name = pod.state.endpoint.name
-        pods[name] = max(at_ms, pods.get(name, 0))
-        while len(pod.beginnings) > min(_BEGINNINGS_MAX, _ALL_BEGINNINGS_MAX // len(self._pods)):
-            self._forget_beginning(pod, next(iter(pod.beginnings)))
+    def _add_placed(self, pod: _Pod) -> None:
+        pod.placed += 1
+        self._num_placed += 1
+        if self._num_placed >= _PLACED_WINDOW * len(self._pods):
+            for other in self._pods.values():
+                other.placed //= 2
+            self._num_placed = sum(other.placed for other in self._pods.values())
+
+    def _note_beginning(self, pod: _Pod, beginning: str, at_ms: int) -> None:
+        pod.heard.pop(beginning, None)
+        pod.heard[beginning] = None
+        asked = self._knowing.setdefault(beginning, {})
+        asked[pod.endpoint.name] = max(at_ms, asked.get(pod.endpoint.name, 0))
+        while len(pod.heard) > min(_BEGINNINGS_MAX, _ALL_BEGINNINGS_MAX // len(self._pods)):
+            self._forget_beginning(pod, next(iter(pod.heard)))
+        pod.beginnings = len(pod.heard)
 
     def _forget_placed(self, pod: _Pod) -> None:
-        self._num_placed -= pod.state.placed
-        pod.state.placed = pod.beginnings_end = 0
-        for beginning in list(pod.beginnings):
+        self._num_placed -= pod.placed
+        pod.placed = pod.beginnings_end = 0
+        for beginning in list(pod.heard):
             self._forget_beginning(pod, beginning)
 
     def _forget_beginning(self, pod: _Pod, beginning: str) -> None:
-        pod.state.beginnings -= pod.beginnings.pop(beginning)
-        pods = self._knowing[beginning]
-        del pods[pod.state.endpoint.name]
-        if not pods:
+        del pod.heard[beginning]
+        pod.beginnings = len(pod.heard)
+        asked = self._knowing[beginning]
+        del asked[pod.endpoint.name]
+        if not asked:
             del self._knowing[beginning]
 
-    def _pod_of(self, endpoint: Endpoint) -> _Pod:
-        """Return the pod as it is known, if what is listed is still the same one; else one to be asked first."""
-        pod = self._pods.get(endpoint.name) or self._gone.pop(endpoint.name, None)
-        if pod is None or pod.state.endpoint.url != endpoint.url:
-            # Requests to what had this name before end where they began.
-            gauge = self._metrics.requests_in_flight.labels(endpoint.name)
-            pod = _Pod(endpoint, gauge, PodTenants(self._clock_s))
-            self._metrics.endpoint_ready.labels(endpoint.name).set(0)
-        pod.state.endpoint = endpoint
-        return pod
-
     def _forget_if_gone(self, pod: _Pod) -> None:
-        name = pod.state.endpoint.name
-        if self._gone.get(name) is pod and not pod.state.in_flight:
-            del self._gone[name]
-            self._forget_metrics(name)
-
-    def _forget_metrics(self, name: str) -> None:
-        for gauge in (
-            self._metrics.endpoint_ready,
-            self._metrics.requests_in_flight,
-            self._metrics.endpoint_clock_skew,
+        name = pod.endpoint.name
+        if pod.readiness is not Readiness.GONE or pod.in_flight or self._pods.get(name) is not pod:
+            return
+        del self._pods[name]
+        found = self._metrics
+        for metric in (
+            found.endpoint_ready,
+            found.requests_in_flight,
+            found.endpoint_clock_skew,
+            found.unreachable_deletes,
         ):
             with suppress(KeyError):
-                gauge.remove(name)
-        with suppress(KeyError):
-            self._metrics.unreachable_deletes.remove(name)
+                metric.remove(name)
         for state in _LOAD_STATES:
             with suppress(KeyError):
-                self._metrics.endpoint_load.remove(name, state)
+                found.endpoint_load.remove(name, state)

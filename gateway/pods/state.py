@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from urllib.parse import urlsplit
 
 from contextcache.model import ModelId
@@ -80,12 +81,21 @@ class EngineLoad:
     (`vllm:num_requests_waiting_by_reason`)."""
 
 
+class Readiness(Enum):
+    """States of a pod; the transitions are drawn in `endpoints.py`."""
+
+    NEW = "new"
+    READY = "ready"
+    OUT = "out"
+    GONE = "gone"
+
+
 @dataclass(slots=True, eq=False)
 class EndpointState:
     """State of a pod now. WatchedEndpoints changes it in place: every request reads some of them."""
 
     endpoint: Endpoint
-    ready: bool
+    readiness: Readiness
     models: frozenset[ModelId]
     """Served model names; empty if the pod does not list them."""
     in_flight: int
@@ -108,6 +118,11 @@ class EndpointState:
     """Requests in flight of each tenant."""
     placed: int = 0
     """New contexts that this gateway placed there lately: later requests follow them."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the pod takes requests."""
+        return self.readiness is Readiness.READY
 
     def num_requests(self) -> int:
         """Return the requests at the pod now, at least those that this gateway is carrying."""

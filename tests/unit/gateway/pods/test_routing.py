@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from contextcache.errors import EndpointsSaturated, NoReadyEndpoint
 from gateway.pods.roster import LOOKED_AT_MAX, Candidates, Roster
 from gateway.pods.routing import ChoiceReason, RouteQuery, choose_endpoint, placed_max
-from gateway.pods.state import MOVE_GAIN, Endpoint, EndpointState, EngineLoad, LoadLimits, move_s
+from gateway.pods.state import MOVE_GAIN, Endpoint, EndpointState, EngineLoad, LoadLimits, Readiness, move_s
 from tests.kit.seed import random_of
 
 LIMITS = LoadLimits()
@@ -20,7 +20,8 @@ FULL = EngineLoad(running=8, waiting=256, kv_usage=0.5)
 
 def pod(name, *, ready=True, models=("m",), in_flight=0, routed_at=0, draining=False, **more):
     endpoint = Endpoint(name, f"http://{name}:8000", draining=draining)
-    return EndpointState(endpoint, ready, frozenset(models), in_flight, routed_at, **more)
+    readiness = Readiness.READY if ready else Readiness.OUT
+    return EndpointState(endpoint, readiness, frozenset(models), in_flight, routed_at, **more)
 
 
 def choose(states, *, limits=LIMITS, seed=0, knowing=None, **query):
@@ -278,7 +279,7 @@ def test_what_begins_alike_goes_where_it_was_before_and_elsewhere_is_told_where_
         replace(state, endpoint=replace(state.endpoint, sidecar=f"{state.endpoint.name}:9001")) for state in states
     ]
     busy = [replace(state, in_flight=9) if state.endpoint.name == last else state for state in states]
-    gone = [replace(state, ready=False) if state.endpoint.name == last else state for state in states]
+    gone = [replace(state, readiness=Readiness.OUT) if state.endpoint.name == last else state for state in states]
     silent = [replace(state, tiers={}) for state in gone]
 
     def chosen(among, affinity="x"):
