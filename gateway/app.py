@@ -25,7 +25,7 @@ from gateway.metrics import Metrics
 from gateway.pods.endpoints import Source, WatchedEndpoints
 from gateway.pods.kubernetes import KubernetesEndpoints, SliceRules
 from gateway.pods.probe import HttpProbe
-from gateway.pods.sidecars import Holders, Sidecars
+from gateway.pods.sidecars import Holders, SidecarWaits
 from gateway.pods.state import Endpoint, LoadLimits
 from gateway.pods.static import EndpointFile, endpoint_of
 from gateway.ports import Authenticator
@@ -108,16 +108,7 @@ async def _gateway(
         authenticator=_authenticator(settings, stack, metrics),
         directory=directory,
         endpoints=endpoints,
-        holders=Holders(
-            await _watched_sidecars(settings, stack, endpoints, metrics, tls),
-            endpoints,
-            directory,
-            clock=clock,
-            metrics=metrics,
-            read_timeout_s=settings.sidecar_timeout_s,
-            delete_timeout_s=settings.delete_timeout_s,
-            pull_timeout_s=settings.pull_timeout_s,
-        ),
+        holders=await _watched_sidecars(settings, stack, endpoints, directory, metrics, tls),
         clock=clock,
         rules=_rules(settings),
         tenants=tenants,
@@ -191,23 +182,24 @@ async def _watched_sidecars(
     settings: GatewaySettings,
     stack: AsyncExitStack,
     endpoints: WatchedEndpoints,
+    directory: ContextManagerClient,
     metrics: Metrics,
     tls: WatchedTls | None,
-) -> Sidecars:
+) -> Holders:
     def connect(address: str) -> KVSidecarClient:
         return KVSidecarClient(address, timeout_s=settings.delete_timeout_s, tls=tls)
 
-    sidecars = Sidecars(
-        endpoints,
-        connect,
-        clock=SystemClock(),
-        metrics=metrics,
+    waits = SidecarWaits(
+        read_s=settings.sidecar_timeout_s,
+        delete_s=settings.delete_timeout_s,
+        pull_s=settings.pull_timeout_s,
+        poll_s=settings.probe_timeout_s,
         interval_s=_PROBES_PER_SIDECAR_PROBE * settings.probe_interval_s,
-        timeout_s=settings.probe_timeout_s,
     )
-    stack.push_async_callback(sidecars.close)
-    stack.push_async_callback(_cancelled, asyncio.create_task(sidecars.run(), name="sidecar probes"))
-    return sidecars
+    holders = Holders(endpoints, directory, connect, clock=SystemClock(), metrics=metrics, waits=waits)
+    stack.push_async_callback(holders.close)
+    stack.push_async_callback(_cancelled, asyncio.create_task(holders.run(), name="sidecar probes"))
+    return holders
 
 
 def _load_limits(settings: GatewaySettings) -> LoadLimits:

@@ -1,6 +1,6 @@
 """The simulation: events in order of time; every choice of a pod is made by the gateway's own routing and reports.
 
-Each of some gateways has the real WatchedEndpoints, which probe the made-up pods each second, and the real Sidecars,
+Each of some gateways has the real WatchedEndpoints, which probe the made-up pods each second, and the real Holders,
 which ask theirs every five. Between two, it knows what it sent itself. What is not the gateway's is made up: what a
 turn waits for is KV that comes, one GPU that computes prompts one after the other, and a place in the batch.
 """
@@ -29,7 +29,7 @@ from gateway.metrics import Metrics
 from gateway.pods.endpoints import Health, WatchedEndpoints
 from gateway.pods.roster import Candidates
 from gateway.pods.routing import Choice, RouteQuery
-from gateway.pods.sidecars import Sidecars
+from gateway.pods.sidecars import Holders
 from gateway.pods.state import Endpoint, EndpointState, Readiness
 
 MODEL = "8b"
@@ -159,11 +159,13 @@ class World:
                 contexts.holder[number] = self._by_name[ring.near(_group(number), 1)[0].endpoint.name]
             self.pods[contexts.holder[number]].disk.touch(number, contexts.own_tokens(number))
 
-    def _gateway(self) -> tuple[WatchedEndpoints, Sidecars]:
+    def _gateway(self) -> tuple[WatchedEndpoints, Holders]:
         metrics = Metrics(CollectorRegistry())
         pods = list(self._listed.values())
         endpoints = WatchedEndpoints(pods, self._health, metrics=metrics, clock_s=lambda: self.now_s, rng=self.rng)
-        return endpoints, Sidecars(endpoints, lambda name: self.pods[self._by_name[name]], clock=self, metrics=metrics)
+        return endpoints, Holders(
+            endpoints, None, lambda name: self.pods[self._by_name[name]], clock=self, metrics=metrics
+        )
 
     async def _health(self, endpoint: Endpoint) -> Health:
         pod = self.pods[self._by_name[endpoint.name]]

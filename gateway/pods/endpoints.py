@@ -270,18 +270,17 @@ class WatchedEndpoints:
 
     async def run(self) -> None:
         """Follow the source and probe all pods, every `interval_s`, until cancelled."""
-        while True:
-            try:
-                changed = self._source() if self._source is not None else None
-                if changed is not None:
-                    self.follow(changed)
-                await self.probe_all()
-            except Exception:
-                # The loop must survive: without it no pod would become ready again.
-                self._metrics.probe_failures.inc()
-                log.exception("probe round failed")
+        # The loop must survive: without it no pod would become ready again.
+        await repeat(self._round, self._interval_s, "probe round failed", self._metrics)
+
+    async def _round(self) -> None:
+        try:
+            changed = self._source() if self._source is not None else None
+            if changed is not None:
+                self.follow(changed)
+            await self.probe_all()
+        finally:
             self.looked.set()
-            await asyncio.sleep(self._interval_s)
 
     async def probe_all(self) -> None:
         """Probe every pod once, concurrently. A failed probe does not affect the others."""
@@ -416,3 +415,14 @@ class WatchedEndpoints:
         for state in _LOAD_STATES:
             with suppress(KeyError):
                 found.endpoint_load.remove(name, state)
+
+
+async def repeat(step: Callable[[], Awaitable[None]], interval_s: float, failure: str, metrics: Metrics) -> None:
+    """Run `step` every `interval_s` until cancelled. Faults are logged as `failure` and counted."""
+    while True:
+        try:
+            await step()
+        except Exception:
+            metrics.probe_failures.inc()
+            log.exception(failure)
+        await asyncio.sleep(interval_s)

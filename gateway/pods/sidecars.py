@@ -9,14 +9,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError
 from contextcache.model import CacheRef, CacheSessionMetadata, ForkedKV, KeptGroup, SessionId, SessionState, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from gateway.metrics import Metrics
-from gateway.pods.endpoints import WatchedEndpoints
+from gateway.pods.endpoints import WatchedEndpoints, repeat
 from gateway.pods.state import Endpoint
 from gateway.ports import SessionDirectory
 
@@ -35,6 +35,7 @@ _TIERS = {number: name.removeprefix("TIER_").lower() for name, number in pb.Tier
 
 HolderState = Literal["sealed", "pending", "absent", "unreachable"]
 Answer = TypeVar("Answer")
+Call: TypeAlias = "Callable[[KVSidecarClient], Awaitable[Answer]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,83 +54,51 @@ class KVState:
 _UNREACHABLE = KVState("unreachable", size_bytes=None)
 
 
-class Sidecars:
-    """Clients of the pods' sidecars, opened at their first call and closed when no pod has their address."""
+@dataclass(frozen=True, slots=True)
+class SidecarWaits:
+    """Seconds that calls of a sidecar may take, and seconds between two polls."""
+
+    read_s: float = 0.5
+    delete_s: float = 5.0
+    pull_s: float = 0.2
+    poll_s: float = 1.0
+    interval_s: float = 5.0
+
+
+class Holders:
+    """Clients of the pods' sidecars, opened at their first call and closed when no pod has their address.
+
+    `run` polls the sidecars. The other calls concern the KV of a context or of a kept conversation. No call raises for
+    a fault of a sidecar.
+    """
 
     def __init__(
         self,
         endpoints: WatchedEndpoints,
+        directory: SessionDirectory,
         connect: Callable[[str], KVSidecarClient],
         *,
         clock: Clock,
         metrics: Metrics,
-        interval_s: float = 5.0,
-        timeout_s: float = 1.0,
+        waits: SidecarWaits | None = None,
     ) -> None:
         """`connect` makes a client of a gRPC address, without waiting."""
         self._endpoints = endpoints
+        self._directory = directory
         self._connect = connect
         self._clock = clock
         self._metrics = metrics
-        self._interval_s = interval_s
-        self._timeout_s = timeout_s
+        self._waits = waits or SidecarWaits()
         self._clients: dict[str, KVSidecarClient] = {}
 
     def names(self) -> list[str]:
         """Return the pods that have a sidecar."""
         return [state.endpoint.name for state in self._endpoints.states() if state.endpoint.sidecar]
 
-    async def asked(
-        self,
-        name: str,
-        call: Callable[[KVSidecarClient], Awaitable[Answer]],
-        within_s: float,
-        *,
-        failure: str = "",
-        session_id: SessionId = "",
-    ) -> Answer | None:
-        """Return the answer of a pod's sidecar; None: the pod has none, or the call failed or took too long.
-
-        `failure`: message of the warning that is logged in the latter case.
-        """
-        endpoint = self._endpoints.endpoint(name)
-        if endpoint is None or not endpoint.sidecar:
-            return None
-        try:
-            async with asyncio.timeout(within_s):
-                return await call(self._client(endpoint.sidecar))
-        except (ContextCacheError, TimeoutError) as exc:
-            if failure:
-                fields = {"session_id": session_id, "endpoint": name, "error": type(exc).__name__}
-                log.warning(failure, extra=fields)
-            return None
-
-    async def asked_all(
-        self,
-        names: Sequence[str],
-        call: Callable[[KVSidecarClient], Awaitable[Answer]],
-        within_s: float,
-        *,
-        failure: str = "",
-        session_id: SessionId = "",
-    ) -> tuple[dict[str, Answer], list[str]]:
-        """Return the answers of several sidecars by pod, and the pods without one; see `asked`."""
-        answers = await asyncio.gather(
-            *(self.asked(name, call, within_s, failure=failure, session_id=session_id) for name in names)
-        )
-        found = {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
-        return found, [name for name in names if name not in found]
-
     async def run(self) -> None:
-        """Poll all sidecars until cancelled."""
-        while True:
-            try:
-                await self.ask_all()
-            except Exception:
-                # The loop must live: only it closes connections to pods that are gone.
-                self._metrics.probe_failures.inc()
-                log.exception("sidecar poll failed")
-            await asyncio.sleep(self._interval_s)
+        """Poll all sidecars every `interval_s` until cancelled."""
+        # The loop must survive: only it closes connections to pods that are gone.
+        await repeat(self.ask_all, self._waits.interval_s, "sidecar poll failed", self._metrics)
 
     async def ask_all(self) -> None:
         """Poll every sidecar once, concurrently, and close the clients of pods that are gone."""
@@ -144,81 +113,22 @@ class Sidecars:
         """Close every connection."""
         await self._close(list(self._clients))
 
-    async def _ask(self, name: str) -> None:
-        after = self._endpoints.beginnings_end(name)
-        stats = await self.asked(name, lambda client: client.stats(beginnings_after=after), self._timeout_s)
-        if stats is None:
-            self._endpoints.note_sidecar(name, fingerprint="", tiers={})
-            return
-        tiers = {
-            _TIERS[found.tier]: found.size_bytes / found.limit_bytes if found.limit_bytes else 0.0
-            for found in stats.tiers
-            if found.tier in _TIERS
-        }
-        self._endpoints.note_sidecar(name, fingerprint=",".join(stats.fingerprints), tiers=tiers)
-        now_ms = self._clock.now_ms()
-        ages_ms = stats.beginnings_age_ms or [0] * len(stats.beginnings)
-        heard = {beginning: now_ms - age for beginning, age in zip(stats.beginnings, ages_ms, strict=False)}
-        self._endpoints.note_beginnings(name, heard, stats.beginnings_end)
-
-    async def _close(self, addresses: Sequence[str]) -> None:
-        await asyncio.gather(*[self._close_one(self._clients.pop(address)) for address in addresses])
-
-    async def _close_one(self, client: KVSidecarClient) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await client.close()
-        except TimeoutError:
-            log.warning("sidecar connection did not close in time")
-
-    def _client(self, address: str) -> KVSidecarClient:
-        if address not in self._clients:
-            self._clients[address] = self._connect(address)
-        return self._clients[address]
-
-
-class Holders:
-    """KV of contexts and kept conversations at the sidecars. No call raises for a sidecar."""
-
-    def __init__(  # noqa: PLR0913  # one place is told everything, by name
-        self,
-        sidecars: Sidecars,
-        endpoints: WatchedEndpoints,
-        directory: SessionDirectory,
-        *,
-        clock: Clock,
-        metrics: Metrics,
-        read_timeout_s: float = 0.5,
-        delete_timeout_s: float = 5.0,
-        pull_timeout_s: float = 0.2,
-    ) -> None:
-        self._sidecars = sidecars
-        self._endpoints = endpoints
-        self._directory = directory
-        self._clock = clock
-        self._metrics = metrics
-        self._read_timeout_s = read_timeout_s
-        self._delete_timeout_s = delete_timeout_s
-        self._pull_timeout_s = pull_timeout_s
-
     async def kv_state(self, session: CacheSessionMetadata) -> KVState:
         """Return the state of the newest generation's KV at the holder."""
         if not session.cache_ref:
             return KVState("pending" if session.state is SessionState.CREATING else "absent")
-        found = await self._sidecars.asked(
-            session.holder, lambda client: self._sealed_state(client, session), self._read_timeout_s
+        found = await self._asked(
+            session.holder, lambda client: self._sealed_state(client, session), self._waits.read_s
         )
         return found or _UNREACHABLE
 
     async def kept(self, tenant: TenantId, group: SessionId = "") -> tuple[dict[str, list[KeptGroup]], list[str]]:
         """Return the KV of a tenant's plain requests by pod, and the pods that did not answer."""
-        return await self._sidecars.asked_all(
-            self._sidecars.names(), lambda client: client.list_kept(tenant, group), self._read_timeout_s
-        )
+        return await self._asked_all(self.names(), lambda client: client.list_kept(tenant, group), self._waits.read_s)
 
     async def delete_kept(self, tenant: TenantId, group: SessionId) -> list[str]:
         """Delete one conversation's KV at every pod; return the pods that did not answer."""
-        _, unreachable = await self._delete(self._sidecars.names(), tenant, group)
+        _, unreachable = await self._delete(self.names(), tenant, group)
         return unreachable
 
     async def start_pull(self, session: CacheSessionMetadata, *, to: Endpoint) -> None:
@@ -238,7 +148,7 @@ class Holders:
                 return ""  # no pod to pull from
             return await client.pull_context(session.tenant, session.cache_refs, peer=holder.sidecar)
 
-        outcome = await self._sidecars.asked(to.name, pulled, self._pull_timeout_s)
+        outcome = await self._asked(to.name, pulled, self._waits.pull_s)
         if outcome != "":
             self._metrics.pulls.labels(outcome or "unreachable").inc()
 
@@ -251,11 +161,11 @@ class Holders:
 
     async def touch(self, session: CacheSessionMetadata) -> None:
         """Give a context's KV the expiry of the context, at every sidecar that may have some."""
-        await self._sidecars.asked_all(
+        await self._asked_all(
             self._may_have(session),
             lambda client: client.touch_context(session.tenant, session.session_id, session.expires_at_ms),
-            self._read_timeout_s,
-            failure="KV lifetime not extended",
+            self._waits.read_s,
+            "KV lifetime not extended",
             session_id=session.session_id,
         )
 
@@ -268,7 +178,7 @@ class Holders:
         """
         if not session.cache_refs:
             return None
-        return await self._sidecars.asked(
+        return await self._asked(
             session.holder,
             lambda client: client.fork_context(
                 session.tenant,
@@ -278,16 +188,73 @@ class Holders:
                 expires_at_ms=child.expires_at_ms,
             ),
             _FORK_S,
-            failure="fork starts without KV",
+            "fork starts without KV",
             session_id=child.session_id,
         )
+
+    async def _ask(self, name: str) -> None:
+        after = self._endpoints.beginnings_end(name)
+        stats = await self._asked(name, lambda client: client.stats(beginnings_after=after), self._waits.poll_s)
+        if stats is None:
+            self._endpoints.note_sidecar(name, fingerprint="", tiers={})
+            return
+        tiers = {
+            _TIERS[found.tier]: found.size_bytes / found.limit_bytes if found.limit_bytes else 0.0
+            for found in stats.tiers
+            if found.tier in _TIERS
+        }
+        self._endpoints.note_sidecar(name, fingerprint=",".join(stats.fingerprints), tiers=tiers)
+        now_ms = self._clock.now_ms()
+        heard = {
+            beginning: now_ms - age_ms
+            for beginning, age_ms in zip(stats.beginnings, stats.beginnings_age_ms, strict=False)
+        }
+        self._endpoints.note_beginnings(name, heard, stats.beginnings_end)
+
+    async def _close(self, addresses: Sequence[str]) -> None:
+        try:
+            async with asyncio.timeout(self._waits.poll_s):
+                await asyncio.gather(*[self._clients.pop(address).close() for address in addresses])
+        except TimeoutError:
+            log.warning("sidecar connection did not close in time")
+
+    def _client(self, address: str) -> KVSidecarClient:
+        if address not in self._clients:
+            self._clients[address] = self._connect(address)
+        return self._clients[address]
+
+    async def _asked(
+        self, name: str, call: Call[Answer], within_s: float, failure: str = "", **fields: str
+    ) -> Answer | None:
+        """Return the answer of a pod's sidecar; None: the pod has none, or the call failed or took too long.
+
+        `failure`: warning for the latter case, logged with `fields`.
+        """
+        endpoint = self._endpoints.endpoint(name)
+        if endpoint is None or not endpoint.sidecar:
+            return None
+        try:
+            async with asyncio.timeout(within_s):
+                return await call(self._client(endpoint.sidecar))
+        except (ContextCacheError, TimeoutError) as exc:
+            if failure:
+                log.warning(failure, extra={"endpoint": name, "error": type(exc).__name__, **fields})
+            return None
+
+    async def _asked_all(
+        self, names: Sequence[str], call: Call[Answer], within_s: float, failure: str = "", **fields: str
+    ) -> tuple[dict[str, Answer], list[str]]:
+        """Return the answers of several sidecars by pod, and the pods without one; see `_asked`."""
+        answers = await asyncio.gather(*(self._asked(name, call, within_s, failure, **fields) for name in names))
+        found = {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
+        return found, [name for name in names if name not in found]
 
     def _may_have(self, session: CacheSessionMetadata) -> list[str]:
         """Return the sidecars that may have KV of a context: all of them, if the row names none that is listed.
 
         A create in progress has no holder yet. Pods may have other names here than in their own settings.
         """
-        names = self._sidecars.names()
+        names = self.names()
         return [name for name in session.holders or () if name in names] or names
 
     async def _sealed_state(self, client: KVSidecarClient, session: CacheSessionMetadata) -> KVState:
@@ -317,11 +284,11 @@ class Holders:
         self, names: Sequence[str], tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef] = ()
     ) -> tuple[int, list[str]]:
         """Return the freed bytes, and the pods that did not answer: their KV expires at its TTL."""
-        freed, unreachable = await self._sidecars.asked_all(
+        freed, unreachable = await self._asked_all(
             names,
             lambda client: client.delete_context(tenant, session_id=session_id, cache_refs=cache_refs),
-            self._delete_timeout_s,
-            failure="KV not deleted, expires at its TTL",
+            self._waits.delete_s,
+            "KV not deleted, expires at its TTL",
             session_id=session_id,
         )
         for name in unreachable:

@@ -18,7 +18,7 @@ from contextcache.model import Manifest, NewSession, Segment, SegmentKind, TurnC
 from gateway.flows import Gateway, GatewayRules
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import Health, WatchedEndpoints
-from gateway.pods.sidecars import Holders, Sidecars
+from gateway.pods.sidecars import Holders
 from gateway.pods.state import Endpoint
 from gateway.tenants.keys import hash_key
 from gateway.tenants.limits import TenantLimits
@@ -115,12 +115,13 @@ class GatewayParts:
         self.endpoints = WatchedEndpoints(
             endpoints, self.probe, metrics=self.metrics, clock_s=lambda: self.clock.now_ms() / 1000, rng=Random(0)
         )
-        doors = Sidecars(self.endpoints, self.sidecars.__getitem__, clock=self.clock, metrics=self.metrics)
         self.gateway = Gateway(
             authenticator=authenticator,
             directory=self.directory,
             endpoints=self.endpoints,
-            holders=Holders(doors, self.endpoints, self.directory, clock=self.clock, metrics=self.metrics),
+            holders=Holders(
+                self.endpoints, self.directory, self.sidecars.__getitem__, clock=self.clock, metrics=self.metrics
+            ),
             clock=self.clock,
             rules=GatewayRules(secret=SECRET, **rules),
             tenants=self.tenants,

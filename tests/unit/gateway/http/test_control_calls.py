@@ -249,7 +249,7 @@ async def test_the_metrics_port_says_what_is_missing_and_how_each_pod_is(parts, 
         "waiting": 1,
         "kv_usage": 0.123,
         "tiers": ["disk", "host"],
-        "beginnings": 1,
+        "beginnings": 2,
         "placed": 1,
     }
 

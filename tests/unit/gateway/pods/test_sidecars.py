@@ -6,10 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from contextcache.clock import ManualClock
-from contextcache.v1 import kv_sidecar_pb2 as pb
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints
-from gateway.pods.sidecars import Sidecars
+from gateway.pods.sidecars import Holders, SidecarWaits
 from gateway.pods.state import Endpoint
 from kv_sidecar.sealed.matching import Beginnings
 from tests.kit.gateway_parts import Pods
@@ -48,34 +47,33 @@ def sidecars(endpoints, opened, metrics, clock):
         opened[address].fingerprints = [f"f-{address}", "f-1"]
         return opened[address]
 
-    return Sidecars(endpoints, connect, clock=clock, metrics=metrics)
+    return Holders(endpoints, None, connect, clock=clock, metrics=metrics)
 
 
 async def test_a_pod_with_a_sidecar_has_one_client_and_others_have_none(sidecars, opened):
-    asked = []
-
-    async def call(client):
-        asked.append(client)
-        return "answered"
-
     assert sidecars.names() == ["a", "b"]
-    assert await sidecars.asked("bare", call, 1) is await sidecars.asked("unknown", call, 1) is None
     assert opened == {}
-    assert await sidecars.asked("a", call, 1) == await sidecars.asked("a", call, 1) == "answered"
-    assert asked == [opened["a:9001"]] * 2
+
+    assert await sidecars.kept("demo") == ({"a": [], "b": []}, [])
+    assert await sidecars.kept("demo") == ({"a": [], "b": []}, [])
+    assert list(opened) == ["a:9001", "b:9001"]
 
 
-async def test_a_call_that_fails_or_takes_too_long_answers_nothing_and_is_logged_if_wanted(sidecars, opened, caplog):
-    async def silent(client):
-        await asyncio.Event().wait()
+async def test_a_sidecar_that_fails_or_takes_too_long_counts_as_unreachable(endpoints, metrics, clock, caplog):
+    class Silent(MemorySidecar):
+        async def delete_context(self, tenant, **which):
+            await asyncio.Event().wait()
 
-    await sidecars.ask_all()
-    opened["b:9001"].down = True
+    made = {"a:9001": Silent(), "b:9001": MemorySidecar()}
+    made["b:9001"].down = True
+    sidecars = Holders(
+        endpoints, None, made.__getitem__, clock=clock, metrics=metrics, waits=SidecarWaits(delete_s=0.001)
+    )
 
-    assert await sidecars.asked("a", silent, 0.001, failure="KV not deleted", session_id="ctx_1") is None
-    assert await sidecars.asked("b", lambda client: client.stats(), 1) is None
+    assert await sidecars.delete_kept("demo", "kept_1") == ["a", "b"]
     assert [(record.message, record.endpoint, record.session_id, record.error) for record in caplog.records] == [
-        ("KV not deleted", "a", "ctx_1", "TimeoutError")
+        ("KV not deleted, expires at its TTL", "b", "kept_1", "SidecarUnavailable"),
+        ("KV not deleted, expires at its TTL", "a", "kept_1", "TimeoutError"),
     ]
 
 
@@ -122,26 +120,14 @@ async def test_of_two_pods_that_were_asked_for_the_same_the_later_is_known_howev
     assert y["a"] > y["b"]
 
 
-async def test_a_sidecar_that_does_not_say_when_it_was_asked_was_asked_just_now(
-    sidecars, endpoints, opened, clock, monkeypatch
-):
-    await sidecars.ask_all()
-    monkeypatch.setattr(opened["a:9001"], "stats", lambda **_: answered(pb.StatsResponse(beginnings=["x"])))
-    await sidecars.ask_all()
-
-    assert endpoints.roster().knowing("x") == {"a": clock.now_ms()}
-
-
-async def answered(answer):
-    return answer
-
-
 async def test_a_sidecar_that_does_not_answer_is_waited_for_a_bounded_time(endpoints, metrics, clock):
     class Silent(MemorySidecar):
         async def stats(self, *, beginnings_after=0):
             await asyncio.Event().wait()
 
-    sidecars = Sidecars(endpoints, lambda _: Silent(), clock=clock, metrics=metrics, timeout_s=0.001)
+    sidecars = Holders(
+        endpoints, None, lambda _: Silent(), clock=clock, metrics=metrics, waits=SidecarWaits(poll_s=0.001)
+    )
     await sidecars.ask_all()
 
     assert [state.tiers for state in endpoints.states()] == [{}, {}, {}]
@@ -173,7 +159,9 @@ async def test_the_asking_goes_on_after_a_fault_of_its_own(metrics, clock):
         asked.set()
         return MemorySidecar()
 
-    task = asyncio.create_task(Sidecars(endpoints, connect, clock=clock, metrics=metrics, interval_s=0).run())
+    task = asyncio.create_task(
+        Holders(endpoints, None, connect, clock=clock, metrics=metrics, waits=SidecarWaits(interval_s=0)).run()
+    )
     await asked.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
