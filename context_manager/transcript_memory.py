@@ -89,14 +89,15 @@ class TranscriptMemory:
             if len(self._begun) > _TURNS_MAX:
                 self._begun.popitem(last=False)
 
-    def committed(self, session: CacheSessionMetadata, commit: TurnCommit) -> None:
-        """Note what a commit made of the transcript its turn began with."""
+    def committed(self, session: CacheSessionMetadata, commit: TurnCommit) -> CacheSessionMetadata:
+        """Note the transcript of a turn that was committed; return its session."""
         begun = self._begun.pop(commit.lease_id, None)
         base = NOTHING_KNOWN if commit.keep_segments == 0 else begun
         if base is None:
             self.forget(session.tenant, session.session_id)
-            return
-        self._keep(session, base.head(commit.keep_segments).grown(tuple(map(packed, commit.segments))))
+        else:
+            self._keep(session, base.head(commit.keep_segments).grown(tuple(map(packed, commit.segments))))
+        return session
 
     def ended(self, lease_id: str) -> None:
         """Note that a turn ended without a commit."""

@@ -15,12 +15,12 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import grpc
 from opentelemetry.trace import Span, SpanKind
 
-from contextcache.convert import groups_to_pb, kept_group_from_pb, manifest_from_pb
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
 from contextcache.model import CacheRef, ForkedKV, KeptGroup, KVGroup, Manifest, SaveOutcome, SessionId, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
+from contextcache.wire.messages import message_of, value_of
 from contextcache.wire.rpc import CHANNEL_OPTIONS, GRACE_S, LateCallError, error_from_rpc, within
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
@@ -100,7 +100,7 @@ class KVSidecarClient:
         """Return the manifest, without its files, and the tier that would serve most of it. Raises CacheRefNotFound."""
         request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
         answer = await self._call(self._stub().GetManifest, request, self._timeout_s)
-        return manifest_from_pb(answer.manifest), TIER_NAMES.get(answer.tier, "none")
+        return value_of(Manifest, answer.manifest), TIER_NAMES.get(answer.tier, "none")
 
     async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
         """Move the expiry of a session's manifests; return how many."""
@@ -162,7 +162,7 @@ class KVSidecarClient:
         """Return the KV of a tenant's plain requests, or of one conversation, what was used last first."""
         request = pb.ListKeptRequest(tenant=tenant, group=group)
         answer = await self._call(self._stub().ListKept, request, self._timeout_s)
-        return [kept_group_from_pb(found) for found in answer.groups]
+        return [value_of(KeptGroup, found) for found in answer.groups]
 
     async def stats(self, *, beginnings_after: int = 0) -> pb.StatsResponse:
         """Return contexts, blocks and bytes by tier, and what was asked for since `beginnings_end` of an answer."""
@@ -252,7 +252,7 @@ class EngineSidecarClient:
             token_ids=token_ids,
             expires_at_ms=expires_at_ms,
             started_at_ms=started_at_ms,
-            groups=groups_to_pb(groups),
+            groups=[message_of(pb.KVGroup, group) for group in groups],
             early=early,
         )
         return self._call(lambda stub: stub.PrepareSave, request, self._timeout_s if timeout_s is None else timeout_s)
@@ -302,7 +302,7 @@ class EngineSidecarClient:
     ) -> tuple[Manifest, pb.GetManifestResponse]:
         """Return the manifest, perhaps a beginning, and what is said of it. Raises as `get_manifest`."""
         answer = self._call(lambda stub: stub.GetManifest, request, timeout_s)
-        return with_files(manifest_from_pb(answer.manifest)), answer
+        return with_files(value_of(Manifest, answer.manifest)), answer
 
     def match_prefix(self, request: pb.MatchPrefixRequest, timeout_s: float) -> tuple[pb.PrefixMatch, ...]:
         """Return the tenant's KV that begins most like a prompt, the longest first; a peer's is pending at first.

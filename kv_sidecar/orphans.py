@@ -21,13 +21,13 @@ from typing import Protocol
 import grpc
 
 from contextcache.clock import Clock
-from contextcache.convert import held_to_pb, session_from_pb, usage_to_pb
 from contextcache.errors import ContextCacheError, StoreUnavailable
 from contextcache.model import CacheRef, CacheSessionMetadata, HeldCacheRef, SessionId, TenantId, Usage
 from contextcache.names import prompt_ref
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
+from contextcache.wire.messages import message_of, value_of
 from contextcache.wire.rpc import Answer, cause_of, error_from_rpc, within
 from contextcache.wire.tls import WatchedTls
 from kv_sidecar.metrics import SidecarMetrics
@@ -159,7 +159,7 @@ class ManagerQuestions:
 
     async def orphans(self, held: Sequence[HeldCacheRef]) -> Sequence[int]:
         """See orphans.Manager. A manager of a release that does not know the question counts as silent."""
-        request = pb.CheckCacheRefsRequest(held=[held_to_pb(one) for one in held])
+        request = message_of(pb.CheckCacheRefsRequest, held=held)
         answer = await self._ask(self._stub().CheckCacheRefs, request)
         return tuple(answer.orphans)
 
@@ -172,14 +172,14 @@ class ManagerQuestions:
         """See warming.Sessions."""
         request = pb.LocateSessionRequest(tenant=tenant, session_id=session_id)
         answer = await self._ask(self._stub().LocateSession, request)
-        return session_from_pb(answer.session)
+        return value_of(CacheSessionMetadata, answer.session)
 
     async def add_usage(
         self, tenant: TenantId, batch_id: str, usage: Sequence[Usage], *, sender: str, number: int
     ) -> None:
         """See usage.UsageSink."""
-        request = pb.AddUsageRequest(
-            tenant=tenant, batch_id=batch_id, usage=map(usage_to_pb, usage), sender=sender, number=number
+        request = message_of(
+            pb.AddUsageRequest, tenant=tenant, batch_id=batch_id, usage=usage, sender=sender, number=number
         )
         await self._ask(self._stub().AddUsage, request)
 

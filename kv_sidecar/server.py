@@ -10,10 +10,11 @@ from typing import Any, TypeAlias
 import grpc.aio
 from typing_extensions import override
 
-from contextcache.convert import groups_from_pb, kept_group_to_pb, manifest_to_pb
 from contextcache.errors import InvalidRequest
+from contextcache.model import KVGroup
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
+from contextcache.wire.messages import message_of, value_of
 from contextcache.wire.rpc import FRAME_BYTES
 from contextcache.wire.servers import GrpcServer, plain_server
 from contextcache.wire.tracing import NO_TRACER, Tracer
@@ -90,7 +91,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             token_ids=tuple(request.token_ids),
             expires_at_ms=request.expires_at_ms,
             started_at_ms=request.started_at_ms,
-            groups=groups_from_pb(request.groups),
+            groups=tuple(value_of(KVGroup, group) for group in request.groups),
             early=request.early,
         )
         prepared = await self._catalog.prepare_save(new)
@@ -163,7 +164,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         turn = WaitingTurn(request.wait_ms, request.compute_us_per_token) if waits else None
         manifest = await self._sidecar.manifest(request.tenant, request.cache_ref, bring=request.bring, turn=turn)
         return pb.GetManifestResponse(
-            manifest=manifest_to_pb(manifest),
+            manifest=message_of(pb.Manifest, manifest),
             tier=TIERS[self._catalog.tier_of(manifest)],
             coming=self._catalog.record(request.cache_ref) is None,
         )
@@ -285,7 +286,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     @override
     async def ListKept(self, request: pb.ListKeptRequest, context: Context) -> pb.ListKeptResponse:
         groups = await self._catalog.kept(request.tenant, request.group)
-        return pb.ListKeptResponse(groups=[kept_group_to_pb(group) for group in groups])
+        return message_of(pb.ListKeptResponse, groups=groups)
 
     @override
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:

@@ -14,12 +14,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from contextcache.convert import manifest_from_pb
 from contextcache.errors import CacheRefNotFound, CorruptBlock, InvalidRequest, SidecarUnavailable
 from contextcache.model import CacheRef, Manifest, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.channels import open_channel
+from contextcache.wire.messages import value_of
 from contextcache.wire.rpc import error_from_rpc, within
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import trace_metadata
@@ -68,7 +68,7 @@ class PeerSidecar:
             raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
         try:
             # In a thread, as the names of a long context's blocks take a while.
-            return await asyncio.to_thread(lambda: with_files(manifest_from_pb(answer.manifest)))
+            return await asyncio.to_thread(lambda: with_files(value_of(Manifest, answer.manifest)))
         except InvalidRequest as exc:
             raise CorruptBlock("the peer sent an invalid manifest") from exc
 

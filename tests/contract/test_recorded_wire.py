@@ -14,9 +14,9 @@ import pytest
 from google.protobuf import json_format
 
 from context_manager.segments import unpack_segment
-from contextcache.convert import manifest_from_pb
-from contextcache.model import SegmentKind, plain_group
+from contextcache.model import Manifest, SegmentKind, plain_group
 from contextcache.v1 import context_manager_pb2, kv_sidecar_pb2
+from contextcache.wire.messages import value_of
 from kv_sidecar.format.block_file import parse_block_file
 from kv_sidecar.format.manifest import block_meta, decode_manifest
 from kv_sidecar.format.safetensors_header import decode_header
@@ -48,7 +48,7 @@ def test_a_manifest_of_before_on_the_wire_is_of_one_group():
     message = kv_sidecar_pb2.Manifest.FromString(
         bytes.fromhex(RECORDED["messages"]["contextcache.v1.Manifest"]["bytes"])
     )
-    read = manifest_from_pb(message)
+    read = value_of(Manifest, message)
 
     assert read.groups == (plain_group(len(read.token_ids), message.block_tokens),)
 

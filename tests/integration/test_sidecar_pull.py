@@ -16,12 +16,12 @@ import pytest
 from typing_extensions import override
 
 from contextcache.clock import SystemClock
-from contextcache.convert import manifest_to_pb
 from contextcache.errors import CacheRefNotFound, CacheRefPending
 from contextcache.model import Manifest
 from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
+from contextcache.wire.messages import message_of
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.format.manifest import block_meta
 from kv_sidecar.server import serve
@@ -380,7 +380,7 @@ class Liar(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def GetManifest(self, request, context):
-        manifest = manifest_to_pb(self._manifest)
+        manifest = message_of(pb.Manifest, self._manifest)
         if self._lie == "unknown_kind":
             manifest.groups[0].kind = "unheard_of"
         elif self._lie == "runs_behind_the_end":
@@ -414,7 +414,7 @@ class PeerOfBefore(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def GetManifest(self, request, context):
-        manifest = manifest_to_pb(self._manifest)
+        manifest = message_of(pb.Manifest, self._manifest)
         manifest.block_tokens = self._manifest.groups[0].block_tokens
         manifest.block_ids.extend(file.name for file in self._manifest.files if file.kind == "block")
         manifest.tail_tokens = len(self._manifest.token_ids) % manifest.block_tokens

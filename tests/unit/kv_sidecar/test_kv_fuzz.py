@@ -19,9 +19,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from contextcache.convert import manifest_from_pb, manifest_to_pb
 from contextcache.errors import CorruptBlock, InvalidRequest
-from contextcache.model import KVGroup
+from contextcache.model import KVGroup, Manifest
+from contextcache.v1 import kv_sidecar_pb2
+from contextcache.wire.messages import message_of, value_of
 from kv_sidecar.format.block_file import parse_block_file, parse_head
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import (
@@ -80,7 +81,7 @@ def read_manifest(data: bytes) -> None:
     assert num_files(manifest) <= len(manifest.token_ids) * len(manifest.groups)
     assert manifest.world_size <= 1024
     assert len(manifest.groups) <= MAX_GROUPS
-    assert manifest_from_pb(manifest_to_pb(manifest)).expires_at_ms == manifest.expires_at_ms
+    assert value_of(Manifest, message_of(kv_sidecar_pb2.Manifest, manifest)).expires_at_ms == manifest.expires_at_ms
     index = PrefixIndex()
     index.add(manifest.cache_ref, record_of(manifest).at)
 

@@ -6,15 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contextcache.convert import (
-    commit_from_pb,
-    commit_to_pb,
-    groups_from_pb,
-    manifest_from_pb,
-    manifest_to_pb,
-    session_from_pb,
-    session_to_pb,
-)
 from contextcache.errors import InvalidRequest
 from contextcache.model import (
     CacheSessionMetadata,
@@ -28,7 +19,9 @@ from contextcache.model import (
     TtlPolicy,
     TurnCommit,
 )
+from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2 as sidecar_pb
+from contextcache.wire.messages import message_of, value_of
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 count = st.integers(0, 2**50)
@@ -58,7 +51,7 @@ segments = st.builds(Segment, kind=st.sampled_from(SegmentKind), token_ids=ids, 
     )
 )
 def test_a_session_survives_the_wire(session):
-    assert session_from_pb(session_to_pb(session)) == session
+    assert value_of(CacheSessionMetadata, message_of(pb.Session, session)) == session
 
 
 @given(
@@ -71,7 +64,7 @@ def test_a_session_survives_the_wire(session):
     )
 )
 def test_a_commit_survives_the_wire(commit):
-    assert commit_from_pb(commit_to_pb(commit)) == commit
+    assert value_of(TurnCommit, message_of(pb.TurnCommit, commit)) == commit
 
 
 @given(
@@ -88,10 +81,10 @@ def test_a_commit_survives_the_wire(commit):
     )
 )
 def test_a_manifest_survives_the_wire_but_for_its_files_which_follow(manifest):
-    assert manifest_from_pb(manifest_to_pb(manifest)) == manifest
+    assert value_of(Manifest, message_of(sidecar_pb.Manifest, manifest)) == manifest
 
 
 @pytest.mark.parametrize("kind", ["", "mla", "STATE"])
 def test_a_group_of_a_kind_that_is_not_known_is_refused(kind):
     with pytest.raises(InvalidRequest):
-        groups_from_pb([sidecar_pb.KVGroup(kind=kind, block_tokens=4)])
+        value_of(KVGroup, sidecar_pb.KVGroup(kind=kind, block_tokens=4))
