@@ -17,13 +17,6 @@ class InjectorMetrics:
             ["outcome"],
             registry=registry,
         )
-        self.events = Counter(
-            "contextcache_injector_events_total",
-            "Events about pods that were left alone, by outcome. `written`. `known`: the owner had one "
-            "within the hour. `failed`. `dropped`: too many waited.",
-            ["outcome"],
-            registry=registry,
-        )
         self.refused_requests = Counter(
             "contextcache_injector_refused_requests_total",
             "Requests that were refused or were not a review, by HTTP status.",

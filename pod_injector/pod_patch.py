@@ -20,7 +20,6 @@ from typing import Any
 from pod_injector.command_line import find_engine
 from pod_injector.engine_container import check_front_end, engine_index, sidecar_user, version_warning
 from pod_injector.engine_options import EngineOptions
-from pod_injector.json_patch import json_patch
 from pod_injector.not_injected import NotInjected, Reason
 from pod_injector.parts import PatchParts
 
@@ -53,7 +52,7 @@ def injection_patch(pod: Mapping[str, Any], parts: PatchParts) -> list[dict[str,
     _check_pod(pod, parts)
     injected = copy.deepcopy(dict(pod))
     _inject(injected, parts)
-    return json_patch(pod, injected)
+    return _patch(pod, injected)
 
 
 def skip_patch(pod: Mapping[str, Any], reason: Reason) -> list[dict[str, Any]]:
@@ -61,7 +60,16 @@ def skip_patch(pod: Mapping[str, Any], reason: Reason) -> list[dict[str, Any]]:
     marked = copy.deepcopy(dict(pod))
     metadata = marked.setdefault("metadata", {})
     metadata["annotations"] = {**(metadata.get("annotations") or {}), SKIPPED_ANNOTATION: reason.value}
-    return json_patch(pod, marked)
+    return _patch(pod, marked)
+
+
+def _patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the changed halves of a pod as whole values. The API server calls one webhook after the other."""
+    return [
+        {"op": "add", "path": f"/{half}", "value": after[half]}
+        for half in ("metadata", "spec")
+        if before.get(half) != after.get(half)
+    ]
 
 
 def _is_injected(pod: Mapping[str, Any], parts: PatchParts) -> bool:

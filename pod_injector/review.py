@@ -14,7 +14,6 @@ from typing import Any
 
 from contextcache.errors import InvalidRequest
 from pod_injector.engine_container import engine_index, version_warning
-from pod_injector.events import SkipEvent, skip_event
 from pod_injector.not_injected import NotInjected, Reason
 from pod_injector.parts import PatchParts
 from pod_injector.pod_patch import injection_patch, skip_patch
@@ -34,8 +33,6 @@ class Verdict:
     """`injected`, `present`, or the value of a `Reason`."""
     patch: list[dict[str, Any]]
     warning: str = ""
-    event: SkipEvent | None = None
-    """What to tell the owner of a pod that was left alone."""
 
     def response(self) -> dict[str, Any]:
         """Return the AdmissionReview to answer with."""
@@ -61,28 +58,28 @@ def review(body: Mapping[str, Any], parts: PatchParts) -> Verdict:
     if not isinstance(pod, dict) or not isinstance(pod.get("spec"), dict):
         raise InvalidRequest("the review has no pod")
     # A pod without any of these has no metadata at all.
-    return _verdict(uid, request, {**pod, "metadata": pod.get("metadata") or {}}, parts)
+    return _verdict(uid, {**pod, "metadata": pod.get("metadata") or {}}, parts)
 
 
-def _verdict(uid: str, request: Mapping[str, Any], pod: dict[str, Any], parts: PatchParts) -> Verdict:
+def _verdict(uid: str, pod: dict[str, Any], parts: PatchParts) -> Verdict:
     try:
         patch = injection_patch(pod, parts)
     except NotInjected as exc:
-        return _skipped(uid, request, pod, exc)
+        return _skipped(uid, pod, exc)
     except Exception:
         # A pod of a shape nobody thought of must start all the same.
         log.exception("review failed")
         fault = NotInjected(Reason.FAULT, "internal fault of the injector, see its log")
-        return _skipped(uid, request, pod, fault)
+        return _skipped(uid, pod, fault)
     if patch is None:
         return Verdict(uid, "present", [])
     engine = pod["spec"]["containers"][engine_index(pod)]
     return Verdict(uid, "injected", patch, version_warning(engine))
 
 
-def _skipped(uid: str, request: Mapping[str, Any], pod: dict[str, Any], exc: NotInjected) -> Verdict:
+def _skipped(uid: str, pod: dict[str, Any], exc: NotInjected) -> Verdict:
     if exc.reason is Reason.OPTED_OUT:
         # Nobody asked, so nobody is told.
         return Verdict(uid, exc.reason.value, [])
     warning = f"context-cache: not injected ({exc.reason.value}): {exc.message}"
-    return Verdict(uid, exc.reason.value, skip_patch(pod, exc.reason), warning, skip_event(request, pod, exc))
+    return Verdict(uid, exc.reason.value, skip_patch(pod, exc.reason), warning)

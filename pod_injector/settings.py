@@ -26,9 +26,6 @@ class InjectorSettings(ProcessSettings):
     metrics_port: int = Field(
         0, ge=0, le=65535, description="Port of /metrics, /healthz and /readyz without TLS. 0: none."
     )
-    events: bool = Field(
-        default=False, description="Write an Event about a pod that is left alone. Needs the right to create Events."
-    )
     max_body_bytes: int = Field(
         4 << 20, gt=0, description="Maximum bytes of a review. The API server sends up to 3 MiB."
     )
@@ -43,11 +40,6 @@ class InjectorSettings(ProcessSettings):
     request_timeout_s: float = Field(
         5.0, gt=0, description="Seconds from a review's head to its answer. Equal to the API server's deadline."
     )
-    handshake_timeout_s: float = Field(5.0, gt=0, description="Maximum duration of a TLS handshake in seconds.")
-    idle_timeout_s: float = Field(
-        75.0, gt=0, description="Seconds for which a connection without a request stays open."
-    )
-    reload_interval_s: float = Field(10.0, gt=0, description="Seconds between two checks of the certificate's files.")
     drain_delay_s: float = Field(
         5.0, ge=0, description="Seconds from SIGTERM until the port closes. Meanwhile /readyz answers 503."
     )

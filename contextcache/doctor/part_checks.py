@@ -47,7 +47,8 @@ def injector(front: Front) -> Iterator[Finding]:
     if skips:
         told = ", ".join(f"{reason} {number}" for reason, number in skips.items())
         hint = (
-            "Events of their owners and docs/operations/pod-injector.md tell why. The pods run without context-cache."
+            "These pods run without context-cache. docs/operations/pod-injector.md explains the reason in their "
+            "annotation context-cache.io/inject-skipped."
         )
         if _RUST_FRONT_END in skips:
             hint += " vLLM's Rust front end loads no middleware: remove VLLM_USE_RUST_FRONTEND from those pods."

@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Self
-from urllib.parse import quote
 
 import aiohttp
 from kubernetes.aio import config
@@ -25,7 +24,6 @@ from contextcache.kubernetes.objects import (
     KubernetesUnauthorized,
     KubernetesUnavailable,
     Listing,
-    Resource,
     Selection,
     WatchEvent,
     answered_error,
@@ -38,7 +36,6 @@ from contextcache.kubernetes.objects import (
 _CONNECT_S = 5.0
 _LIST_S = 30.0
 """Deadline of one page of a list."""
-_ONE_S = 10.0
 _GRACE_S = 10.0
 """Time after a watch's end at which its connection counts as dead."""
 _PAGE_OBJECTS = 500
@@ -121,30 +118,19 @@ class KubernetesApi:
         ):
             yield events
 
-    async def get(self, resource: Resource, namespace: str, name: str) -> KubernetesObject:
-        """Return one object. Raises KubernetesNotFound."""
-        async with self._answer(f"{resource.path(namespace)}/{quote(name)}", query={}, timeout_s=_ONE_S) as answer:
-            return json_object(await _whole(answer))
-
-    async def create(self, resource: Resource, namespace: str, body: KubernetesObject) -> None:
-        """Create one object. Raises KubernetesExists when its name is taken."""
-        async with self._answer(resource.path(namespace), query={}, timeout_s=_ONE_S, body=body) as answer:
-            await _whole(answer)
-
     @asynccontextmanager
     async def _answer(
-        self, path: str, *, query: Mapping[str, str], timeout_s: float, body: KubernetesObject | None = None
+        self, path: str, *, query: Mapping[str, str], timeout_s: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request and yield its successful answer; maps foreign errors, also those of the block."""
         try:
             async with asyncio.timeout(timeout_s):
                 client = await self._connected()
                 request = await client.param_serialize(
-                    "GET" if body is None else "POST",
+                    "GET",
                     path,
                     query_params=list(query.items()),
-                    header_params={"Accept": "application/json", "Content-Type": "application/json"},
-                    body=body,
+                    header_params={"Accept": "application/json"},
                     auth_settings=["BearerToken"],
                 )
                 timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, timeout_s))

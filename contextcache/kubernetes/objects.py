@@ -34,8 +34,6 @@ class Resource:
 
 ENDPOINT_SLICES = Resource("discovery.k8s.io/v1", "endpointslices", "EndpointSlice")
 PODS = Resource("v1", "pods", "Pod")
-EVENTS = Resource("v1", "events", "Event")
-REPLICA_SETS = Resource("apps/v1", "replicasets", "ReplicaSet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +105,6 @@ class KubernetesAnswerInvalid(KubernetesError):
     reason = "invalid"
 
 
-class KubernetesExists(KubernetesError):
-    """409: an object of this name exists."""
-
-    reason = "exists"
-
-
 class KubernetesReader(Protocol):
     """Port that lists and watches. Every call has a deadline and raises KubernetesError."""
 
@@ -135,7 +127,6 @@ _ERRORS: dict[int, type[KubernetesError]] = {
     401: KubernetesUnauthorized,
     403: KubernetesForbidden,
     404: KubernetesNotFound,
-    409: KubernetesExists,
     410: KubernetesExpired,
 }
 

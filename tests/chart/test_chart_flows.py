@@ -74,7 +74,6 @@ ALWAYS: set[Flow] = {
     ("injected", "context-manager", 50051),
     ("injected", "engine", 50061),
     ("api-server", "injector", 8443),
-    ("injector", "api-server", 443),
     *((part, "dns", 53) for part in ("gateway", "context-manager", "engine")),
     *((part, "collector", 4317) for part in ("gateway", "context-manager", "engine")),
     *(("prometheus", part, 9090) for part in ("gateway", "context-manager", "injector")),
@@ -202,10 +201,10 @@ def test_where_the_owner_s_policies_decide_ours_opens_nothing_for_strangers():
     }
 
 
-def test_nobody_but_gateway_and_injector_asks_the_kubernetes_api():
+def test_only_the_gateway_asks_the_kubernetes_api():
     found = flows(merged(NARROW, ENGINE, INJECTOR))
 
-    assert {flow[0] for flow in found if flow[1] == "api-server"} == {"gateway", "injector"}
+    assert {flow[0] for flow in found if flow[1] == "api-server"} == {"gateway"}
 
 
 def test_peers_apart_reach_no_other_sidecar():

@@ -23,7 +23,6 @@ RIGHTS = {
         ("discovery.k8s.io", "endpointslices", (), ("list", "watch")),
         ("", "pods", (), ("list", "watch")),
     },
-    "injector": {("", "events", (), ("create",)), ("apps", "replicasets", (), ("get",))},
 }
 """Everything that anything of ours may ask of the Kubernetes API, all of it in its own namespace."""
 PUBLIC_ENV = re.compile(r"^(?!.*(PASSWORD|TOKEN|API_KEY$|_SECRET$)).*$")
@@ -133,7 +132,7 @@ def test_only_parts_that_ask_the_kubernetes_api_carry_a_token(documents):
         mounted = pod.spec.get("automountServiceAccountToken")
 
         assert mounted is not None, pod.owner
-        assert mounted <= (pod.component in {"gateway", "context-manager", "injector"}), pod.owner
+        assert mounted <= (pod.component in {"gateway", "context-manager"}), pod.owner
         assert not (pod.component in rights and not mounted), pod.owner
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 
 import pytest
 
 from contextcache.kubernetes.objects import (
     ENDPOINT_SLICES,
-    EVENTS,
     PODS,
     KubernetesAnswerInvalid,
-    KubernetesExists,
     KubernetesExpired,
     KubernetesForbidden,
-    KubernetesNotFound,
     KubernetesUnauthorized,
     KubernetesUnavailable,
     Selection,
@@ -101,25 +97,6 @@ async def test_a_deleted_pod_with_a_finalizer_is_shown_as_ending_first(admin):
     await admin.annotate(PODS, "p", finalizers=[])
 
     assert (await admin.list(pods)).objects == ()
-
-
-async def test_an_event_is_created_once_under_a_name(admin):
-    name = f"llama.{uuid.uuid4().hex[:16]}"
-    event = {
-        "metadata": {"name": name},
-        "involvedObject": {"kind": "Pod", "name": "llama", "namespace": admin.namespace},
-        "type": "Warning",
-        "reason": "ContextCacheNotInjected",
-        "message": "why",
-    }
-    await admin.create(EVENTS, admin.namespace, event)
-
-    with pytest.raises(KubernetesExists):
-        await admin.create(EVENTS, admin.namespace, event)
-    found = await admin.get(EVENTS, admin.namespace, event["metadata"]["name"])
-    assert (found["reason"], found["involvedObject"]["name"]) == (event["reason"], event["involvedObject"]["name"])
-    with pytest.raises(KubernetesNotFound):
-        await admin.get(EVENTS, admin.namespace, "another")
 
 
 async def test_a_list_of_many_pages_is_one_state(kube, fake_admin):

@@ -159,7 +159,7 @@ def test_with_the_webhook_down_pods_start_all_the_same():
     assert webhook["timeoutSeconds"] <= 10
     assert webhook["objectSelector"] == {"matchLabels": {"context-cache.io/inject": "true"}}
     assert webhook["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "llm"}}
-    assert webhook["sideEffects"] == "NoneOnDryRun"
+    assert webhook["sideEffects"] == "None"
     assert webhook["rules"] == [
         {
             "apiGroups": [""],

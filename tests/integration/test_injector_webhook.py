@@ -12,14 +12,11 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 import trustme
-from kubernetes.aio import config
 
-from contextcache.kubernetes.objects import EVENTS
 from pod_injector import webhook
 from pod_injector.server import serve
 from pod_injector.settings import InjectorSettings
 from pod_injector.webhook import Webhook
-from tests.kit.fake_kube import FakeKube
 from tests.kit.ports import free_port
 from tests.kit.until import until
 from tests.unit.pod_injector.pods import apply_patch, make_parts, make_pod
@@ -44,12 +41,10 @@ class Injector:
             "key_file": self.key_file,
             "parts_file": directory / "parts.json",
             "drain_delay_s": 0,
-            "reload_interval_s": 0.05,
             "request_timeout_s": PATIENCE_S,
-            "handshake_timeout_s": PATIENCE_S,
         }
         self.stop = asyncio.Event()
-        self.ports = None
+        self.https = self.probes = None
 
     def issue(self, ca):
         """Replace the files, as a mounted Secret's are: one after the other."""
@@ -58,15 +53,21 @@ class Injector:
         self.cert_file.write_bytes(b"".join(pem.bytes() for pem in made.cert_chain_pems))
 
     @asynccontextmanager
-    async def running(self, **changes):
+    async def running(self, *, handshake_timeout_s=PATIENCE_S, **changes):
         """Serve until the end of the block."""
         started = asyncio.get_running_loop().create_future()
         settings = InjectorSettings(**self.values | changes)
-        task = asyncio.create_task(serve(settings, self.stop, on_started=started.set_result))
+        serving = serve(
+            settings,
+            self.stop,
+            on_started=lambda *ports: started.set_result(ports),
+            handshake_timeout_s=handshake_timeout_s,
+        )
+        task = asyncio.create_task(serving)
         await asyncio.wait((task, started), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             await task
-        self.ports = started.result()
+        self.https, self.probes = started.result()
         try:
             yield self
         finally:
@@ -87,7 +88,7 @@ class Injector:
         """Send what the API server would; return status and JSON."""
         # A connection of its own: each request is a new handshake.
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE_S)) as http:
-            url = f"https://127.0.0.1:{self.ports.https}{path}"
+            url = f"https://127.0.0.1:{self.https}{path}"
             options = {"ssl": self.trust(ca), "server_hostname": HOST, "data": body} | changes
             async with http.request(options.pop("method", "POST"), url, **options) as answer:
                 text = await answer.text()
@@ -202,7 +203,7 @@ async def test_more_reviews_than_are_served_at_one_time_are_refused_and_pods_sta
 
 async def test_a_connection_that_shakes_no_hands_does_not_stay(injector):
     async with injector.running(handshake_timeout_s=0.2):
-        reader, writer = await asyncio.open_connection("127.0.0.1", injector.ports.https)
+        reader, writer = await asyncio.open_connection("127.0.0.1", injector.https)
         async with asyncio.timeout(PATIENCE_S):
             said = await reader.read()
         writer.close()
@@ -212,7 +213,7 @@ async def test_a_connection_that_shakes_no_hands_does_not_stay(injector):
 
 async def test_handshakes_that_nobody_finishes_keep_no_review_out_and_are_bounded(injector):
     async with injector.running(max_connections=4):
-        held = [await asyncio.open_connection("127.0.0.1", injector.ports.https) for _ in range(300)]
+        held = [await asyncio.open_connection("127.0.0.1", injector.https) for _ in range(300)]
         status, _ = await injector.post(make_review(make_pod()))
         async with asyncio.timeout(PATIENCE_S):
             # All but the newest: the review took the place of one of them.
@@ -227,7 +228,7 @@ async def test_handshakes_that_nobody_finishes_keep_no_review_out_and_are_bounde
 
 async def test_idle_connections_give_way(injector):
     async with injector.running(max_connections=2):
-        port, shown = injector.ports.https, {"ssl": injector.trust(), "server_hostname": HOST}
+        port, shown = injector.https, {"ssl": injector.trust(), "server_hostname": HOST}
         held = [await asyncio.open_connection("127.0.0.1", port, **shown) for _ in range(2)]
         statuses = [(await injector.post(make_review(make_pod())))[0] for _ in range(4)]
         async with asyncio.timeout(PATIENCE_S):
@@ -310,7 +311,7 @@ async def test_probes_are_answered_while_a_review_takes_long(injector, monkeypat
 async def plain(injector, path):
     async with (
         aiohttp.ClientSession() as http,
-        http.get(f"http://127.0.0.1:{injector.ports.probes}{path}") as answer,
+        http.get(f"http://127.0.0.1:{injector.probes}{path}") as answer,
     ):
         return answer.status, await answer.text()
 
@@ -327,30 +328,3 @@ async def test_parts_that_are_none_are_said_with_their_fault(injector):
     with pytest.raises(ValueError, match="sidecar: Field required"):
         async with injector.running():
             pass
-
-
-async def test_the_owner_of_a_pod_left_alone_is_told_by_an_event(injector, tmp_path, monkeypatch):
-    owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "llama-7d9", "uid": "u-7", "controller": True}
-    pod = make_pod(hostNetwork=True)
-    pod["metadata"]["ownerReferences"] = [owner]
-    async with FakeKube(allows=lambda verb, plural, _: (verb, plural) == ("create", "events")) as kube:
-        kubeconfig = kube.write_kubeconfig(tmp_path / "kubeconfig")
-        monkeypatch.setattr(config, "KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
-        async with injector.running(events=True):
-            for _ in range(2):
-                await injector.post(make_review(pod))
-            await until(lambda: len(kube.requests) == 2, what="both were told", deadline_s=PATIENCE_S)
-
-    (event,) = [found for key, found in kube.objects.items() if key[:2] == (EVENTS.plural, "llm")]
-    assert event["involvedObject"]["name"] == "llama-7d9"
-    assert "host-network" in event["message"]
-
-
-async def test_an_api_server_that_is_away_costs_a_review_nothing(injector, tmp_path, monkeypatch):
-    async with FakeKube() as kube:
-        kubeconfig = kube.write_kubeconfig(tmp_path / "kubeconfig")
-    monkeypatch.setattr(config, "KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
-    async with injector.running(events=True):
-        status, answer = await injector.post(make_review(make_pod(hostNetwork=True)))
-
-    assert (status, answer["response"]["allowed"]) == (200, True)

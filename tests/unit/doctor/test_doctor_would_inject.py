@@ -138,7 +138,7 @@ def test_the_command_prints_the_patch_when_asked_for(tmp_path):
     patch = json.loads(text[text.index("[") : text.rindex("]") + 1])
 
     assert code == 0
-    assert any(operation["path"] == "/spec/initContainers" for operation in patch)
+    assert [operation["path"] for operation in patch] == ["/metadata", "/spec"]
 
 
 def test_the_page_shows_what_the_command_prints():

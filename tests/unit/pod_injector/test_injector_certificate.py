@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from prometheus_client import CollectorRegistry
 
-from pod_injector.certificate import Certificate
+from pod_injector.certificate import open_certificate
 from pod_injector.metrics import InjectorMetrics
 
 END = dt.datetime(2099, 1, 2, tzinfo=dt.UTC)
@@ -50,7 +50,7 @@ def shown(certificate):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     client = context.wrap_bio(to_client, to_server)
-    waiting = [client, certificate.context.wrap_bio(to_server, to_client, server_side=True)]
+    waiting = [client, certificate.value.wrap_bio(to_server, to_client, server_side=True)]
     while waiting:
         for side in list(waiting):
             with suppress(ssl.SSLWantReadError):
@@ -60,27 +60,27 @@ def shown(certificate):
 
 
 def test_a_certificate_says_when_it_ends(files, metrics):
-    Certificate(*files, metrics)
+    open_certificate(*files, metrics)
 
     assert value(metrics, "expiry_timestamp_seconds") == END.timestamp()
 
 
 def test_files_that_did_not_change_are_not_read(files, metrics):
-    assert Certificate(*files, metrics).reload() is False
+    assert open_certificate(*files, metrics).look() is False
 
 
 def test_new_files_are_read(files, metrics):
-    certificate = Certificate(*files, metrics)
+    certificate = open_certificate(*files, metrics)
     issue(files, not_after=END + dt.timedelta(days=1))
 
-    assert certificate.reload() is True
+    assert certificate.look() is True
     assert value(metrics, "expiry_timestamp_seconds") == END.timestamp() + 86_400
-    assert certificate.reload() is False
+    assert certificate.look() is False
 
 
 @pytest.mark.parametrize("damage", ["text", "other key", "other certificate", "missing"])
 def test_broken_files_are_counted_once_tried_again_and_not_used(files, metrics, tmp_path, damage):
-    certificate = Certificate(*files, metrics)
+    certificate = open_certificate(*files, metrics)
     good = [file.read_bytes() for file in files]
     if damage == "text":
         files[0].write_text("not a certificate")
@@ -91,20 +91,20 @@ def test_broken_files_are_counted_once_tried_again_and_not_used(files, metrics, 
     else:
         issue((files[0], tmp_path / "other.key"))
 
-    assert [certificate.reload(), certificate.reload()] == [False, False]
+    assert [certificate.look(), certificate.look()] == [False, False]
     assert value(metrics, "reload_failures_total") == 1
     assert shown(certificate) == good[0]
     for file, content in zip(files, good, strict=True):
         file.write_bytes(content)
-    assert certificate.reload() is True
+    assert certificate.look() is True
 
 
 def test_nobody_is_asked_for_the_password_of_an_encrypted_key(files, metrics, capfd):
-    certificate = Certificate(*files, metrics)
+    certificate = open_certificate(*files, metrics)
     key = load_pem_private_key(files[1].read_bytes(), None)
     files[1].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"x")))
 
-    assert certificate.reload() is False
+    assert certificate.look() is False
     assert "pass phrase" not in "".join(capfd.readouterr())
 
 
@@ -112,7 +112,7 @@ def test_an_expired_certificate_is_refused_at_the_start(files, metrics):
     issue(files, not_after=dt.datetime(2001, 1, 1, tzinfo=dt.UTC))
 
     with pytest.raises(OSError, match="expired"):
-        Certificate(*files, metrics)
+        open_certificate(*files, metrics)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -120,4 +120,4 @@ def test_a_file_that_is_missing_is_named(number, files, metrics):
     files[number].unlink()
 
     with pytest.raises(FileNotFoundError, match=str(files[number])):
-        Certificate(*files, metrics)
+        open_certificate(*files, metrics)
