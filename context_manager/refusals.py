@@ -20,13 +20,14 @@ from contextcache.errors import (
     LeaseLost,
     StoreUnavailable,
 )
+from contextcache.names import NO_CONTEXT
 
 _KEY = "Idempotency-Key"
 
 
 def not_found() -> ContextNotFound:
     """Return the one answer for absent, deleted and another tenant's."""
-    return ContextNotFound("no context with this id", param="session_id")
+    return ContextNotFound(NO_CONTEXT, param="session_id")
 
 
 def expired() -> ContextExpired:

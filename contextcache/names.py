@@ -23,6 +23,8 @@ KEY_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 """First half of a SHA-256 digest in hex."""
 
+NO_CONTEXT = "no context has this session_id"
+"""Message for malformed, absent, deleted and foreign ids. Equal answers do not tell whose a context is."""
 MINTED_PREFIX = "ctx_"
 """Prefix of ids that the product makes. An `X-Session-ID` with it names a context; any other value is a label."""
 KEPT_PREFIX = "kept_"

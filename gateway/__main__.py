@@ -1,4 +1,4 @@
-"""`python -m gateway`: serve both fronts until SIGTERM. `python -m gateway hash-key`: hash a key from stdin."""
+"""`python -m gateway` serves both fronts until SIGTERM. `python -m gateway hash-key` hashes a key from stdin."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from prometheus_client import CollectorRegistry
 
 from contextcache.process.metrics import Page, health_page, metrics_server
 from contextcache.process.run import run_part, settings_or_exit, wants_help
-from gateway.app import GatewayApp, gateway_app
+from gateway.app import gateway_app
 from gateway.envoy.front import EnvoyFront
 from gateway.envoy.server import ExtProcServer
+from gateway.http.app import HttpFront
 from gateway.http.uvicorn_limits import HttpServer
 from gateway.settings import GatewaySettings
 from gateway.tenants.keys import hash_key
@@ -32,31 +33,46 @@ PURPOSE = (
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where a gateway listens."""
+    """Bound ports of a gateway."""
 
     http: int
     ext_proc: int | None
-    """None: no external processor was asked for."""
+    """None: the settings name no external processor."""
 
 
 async def serve(
     settings: GatewaySettings, stop: asyncio.Event, *, on_started: Callable[[Ports], None] | None = None
 ) -> None:
-    """Serve until `stop` is set, then drain: say so, wait for proxies to notice, finish what runs, on both fronts.
+    """Serve until `stop` is set, then drain both fronts: report it, wait for proxies to notice, finish what runs.
 
-    `on_started` is told the ports. Raises OSError when one is taken.
+    Calls `on_started` with the ports. Raises OSError if a port is taken.
     """
     with closing(_listener(settings.host, settings.port)) as listener:
         async with (
-            gateway_app(settings, registry=CollectorRegistry()) as app,
-            _metrics_served(app, settings),
+            gateway_app(settings, registry=CollectorRegistry()) as front,
+            _metrics_served(front, settings),
         ):
-            http = _http_server(app, settings)
-            ext_proc = _ext_proc_server(app, settings) if settings.ext_proc_listen else None
+            parts = front.gateway.parts
+            http = HttpServer(
+                front,
+                drain_timeout_s=settings.drain_timeout_s,
+                tls=parts.tls,
+                require_clients=settings.tls_clients == "required",
+            )
+            ext_proc = None
+            if settings.ext_proc_listen:
+                ext_proc = ExtProcServer(
+                    EnvoyFront(front.gateway),
+                    listen=settings.ext_proc_listen,
+                    max_body_bytes=settings.max_body_bytes,
+                    is_ready=lambda: any(state.ready for state in parts.endpoints.states()),
+                    tls=parts.tls,
+                )
             ports = Ports(listener.getsockname()[1], None if ext_proc is None else ext_proc.port)
             with suppress(TimeoutError):
-                # A pod is not ready before it was asked: who serves earlier refuses what others would have served.
-                await asyncio.wait_for(app.endpoints.looked.wait(), 2 * settings.probe_timeout_s)
+                # No pod is ready before its first probe. A gateway that listens earlier refuses requests that another
+                # replica would serve.
+                await asyncio.wait_for(parts.endpoints.looked.wait(), 2 * settings.probe_timeout_s)
             if ext_proc is not None:
                 await ext_proc.start()
             serving = asyncio.create_task(http.serve(sockets=[listener]), name="http server")
@@ -66,7 +82,7 @@ async def serve(
                 on_started(ports)
             try:
                 await _until_stopped(serving, stop)
-                app.ready_state.draining = True
+                front.ready_state.draining = True
                 if ext_proc is not None:
                     await ext_proc.drain()
                 log.info("gateway draining")
@@ -88,54 +104,27 @@ async def _until_stopped(serving: asyncio.Task[None], stop: asyncio.Event) -> No
         stopping.cancel()
 
 
-def _http_server(app: GatewayApp, settings: GatewaySettings) -> HttpServer:
-    return HttpServer(
-        app.front,
-        drain_timeout_s=settings.drain_timeout_s,
-        tls=app.tls,
-        require_clients=settings.tls_clients == "required",
-    )
-
-
-def _metrics_served(app: GatewayApp, settings: GatewaySettings) -> AbstractAsyncContextManager[object]:
+def _metrics_served(front: HttpFront, settings: GatewaySettings) -> AbstractAsyncContextManager[object]:
     if not settings.metrics_port:
         return nullcontext()
+    ready_state, registry = front.ready_state, front.gateway.parts.metrics.registry
 
     async def readyz() -> Page:
-        found = await app.ready_state.describe()
+        found = await ready_state.describe()
         return Page(json.dumps(found).encode(), 200 if found["ready"] else 503, "application/json")
 
     async def serving() -> Page:
-        # Asked for its gauge: nobody else may be asking.
-        await app.ready_state.describe()
-        return await health_page(lambda: not app.ready_state.draining)()
+        # Updates the readiness gauge, which only a call of `describe` does.
+        await ready_state.describe()
+        return await health_page(lambda: not ready_state.draining)()
 
     pages = {"/healthz": health_page(lambda: True), "/readyz": readyz, "/serving": serving}
-    return metrics_server(settings.metrics_host, settings.metrics_port, registry=app.metrics.registry, pages=pages)
-
-
-def _ext_proc_server(app: GatewayApp, settings: GatewaySettings) -> ExtProcServer:
-    front = EnvoyFront(
-        gateway=app.gateway,
-        endpoints=app.endpoints,
-        tenants=app.tenants,
-        limits=app.limits,
-        metrics=app.metrics,
-        timeout_s=settings.ext_proc_timeout_s,
-        tracer=app.tracer,
-    )
-    return ExtProcServer(
-        front,
-        listen=settings.ext_proc_listen,
-        max_body_bytes=settings.max_body_bytes,
-        is_ready=lambda: any(state.ready for state in app.endpoints.states()),
-        tls=app.tls,
-    )
+    return metrics_server(settings.metrics_host, settings.metrics_port, registry=registry, pages=pages)
 
 
 def _listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By its protocol asyncio knows a connection of TCP, whose answers it then sends without waiting for more to send.
+    # asyncio sets TCP_NODELAY only on sockets with an explicit TCP protocol.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -152,13 +141,13 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     try:
         import uvloop
     except ImportError:
-        # A plain event loop does the same, slower.
+        # asyncio's own event loop works too, slower.
         return asyncio.new_event_loop
     return uvloop.new_event_loop
 
 
 def main() -> None:
-    """Run as a program: exit 2 for settings that cannot be right, 1 when the port or a file cannot be had."""
+    """Run as a program. Exits with 2 for invalid settings, with 1 for a port or a file that cannot be opened."""
     if sys.argv[1:] == ["hash-key"]:
         print(hash_key(sys.stdin.read()))
         return

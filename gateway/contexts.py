@@ -1,9 +1,8 @@
-"""Contexts that are there, changed or forked: other terms, back to an earlier turn, a second one that begins alike.
+"""Contexts that exist: read, list, change, fork and delete them. Asks no engine.
 
-No pod is asked, and no engine.
-
-The manager's word is the change; what sidecars hold follows it, best effort: one that cannot be reached has KV that
-ends at its own time, which costs a recompute at the worst.
+The context manager's row decides. Sidecars follow it best effort: KV that a sidecar does not extend or delete expires
+at its own TTL, which costs a recompute at worst. Each method raises ContextNotFound, ContextExpired and
+StoreUnavailable, and nothing for a sidecar.
 """
 
 from __future__ import annotations
@@ -26,67 +25,97 @@ from contextcache.errors import (
 )
 from contextcache.model import (
     BRANCH_LEASE_ID,
+    MAX_LIST_LIMIT,
     CacheSessionMetadata,
     ForkedKV,
+    ModelId,
     NewSession,
     SessionId,
+    SessionPage,
     TenantId,
     TtlPolicy,
     TurnCommit,
+    TurnReceipt,
     Usage,
+    UsageReport,
 )
-from contextcache.names import SESSION_ID_PATTERN, new_cache_ref, new_session_id, shard_of
+from contextcache.names import NO_CONTEXT, SESSION_ID_PATTERN, new_cache_ref, new_session_id, shard_of
+from contextcache.requests import TenantsInHand
 from contextcache.terms import Terms, session_id_of
 from gateway.kept import KeptConversation, KeptPage, page_of
+from gateway.parts import Parts
 from gateway.pods.sidecars import Holders, KVState, sealed_state
-from gateway.ports import SessionDirectory
 
 log = logging.getLogger(__name__)
 
 FORKED_GENERATION = 1
-"""A fork's own, before its first turn."""
+"""Generation of a fork before its first turn."""
 _LEASE_MS = 10_000
-"""Lease of a fork on its way: its row dies after so long when this process ends in the middle."""
+"""Lease of a fork until its commit. If this process dies in between, the row expires with the lease."""
 _BRANCH_LEASE_MS = 60_000
-"""Lease of a branch until its turn begins: as long as the identity is believed that takes the turn to a pod."""
+"""Lease of a branch until its turn begins: the life of the identity that takes the turn to a pod."""
+_USAGE_READS_MAX = 4
+"""Concurrent reads of one tenant's usage. A month is two thousand reads of the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewFork:
-    """What a client says of a fork; what it does not say is as of the context forked from."""
+    """A client's request for a fork. Unset fields are those of the source."""
 
     generation: int | None = None
-    """Of the context forked from; None: the newest."""
+    """Generation of the source; None: the newest."""
     session_id: SessionId | None = None
-    """None: one is minted."""
+    """Name of the fork; None: the gateway mints one."""
     terms: Terms = field(default_factory=Terms)
     key: str = ""
-    """Name of the API key that made it, for usage."""
+    """Name of the API key, for usage."""
 
 
 class Contexts:
-    """Changes contexts for their tenants.
+    """Calls on the contexts of a tenant."""
 
-    Every method raises ContextNotFound, ContextExpired, StoreUnavailable; none for a sidecar.
-    """
+    def __init__(self, parts: Parts) -> None:
+        self._manager, self._holders, self._secret = parts.manager, parts.holders, parts.secret
+        self._usage_reads = TenantsInHand(requests_max=_USAGE_READS_MAX)
 
-    def __init__(self, directory: SessionDirectory, holders: Holders, secret: bytes) -> None:
-        self._directory = directory
-        self._holders = holders
-        self._secret = secret
+    async def read(
+        self, tenant: TenantId, session_id: SessionId
+    ) -> tuple[CacheSessionMetadata, KVState, Sequence[TurnReceipt]]:
+        """Return a context, the state of its KV and the receipts of its last turns."""
+        check_id(session_id)
+        session, turns = await self._manager.get_with_turns(tenant, session_id)
+        return session, await self._holders.kv_state(session), turns
+
+    async def page(self, tenant: TenantId, *, limit: int, after: SessionId = "", model: ModelId = "") -> SessionPage:
+        """Return one page of contexts, newest first. A page is short or empty if few match `model`.
+
+        Raises InvalidRequest for an unknown `after`.
+        """
+        assert 1 <= limit <= MAX_LIST_LIMIT
+        return await self._manager.list_sessions(tenant, limit=limit, after=after, model_id=model)
+
+    async def usage(self, tenant: TenantId, *, first_day: int | None, last_day: int | None) -> UsageReport:
+        """Return a tenant's usage between two days since 1970-01-01; None: today.
+
+        Raises InvalidRequest, TooManyInFlight.
+        """
+        with self._usage_reads.request(tenant):
+            return await self._manager.read_usage(tenant, first_day=first_day, last_day=last_day)
+
+    async def delete(self, tenant: TenantId, session_id: SessionId) -> None:
+        """Delete a context: first its row, so that nothing points at KV that is being deleted, then its KV."""
+        check_id(session_id)
+        await self._holders.delete(await self._manager.unregister_session_cache(tenant, session_id))
 
     async def patch(
         self, tenant: TenantId, session_id: SessionId, terms: Terms
     ) -> tuple[CacheSessionMetadata, KVState]:
-        """Change what is said; a ttl starts the life again from now. A turn that is running goes on.
+        """Change the terms that are set. A new ttl counts from now. A running turn continues.
 
         Raises TtlOutOfRange, InvalidRequest, ContextBusy while the context is being created.
         """
         check_id(session_id)
-        try:
-            session = await self._directory.touch(tenant, session_id, terms)
-        except ContextNotFound as exc:
-            raise not_found() from exc
+        session = await self._manager.touch(tenant, session_id, terms)
         if terms.ttl_s is not None:
             await self._holders.touch(session)
         log.info("context patched", extra={"session_id": session_id, "tenant": tenant})
@@ -95,18 +124,15 @@ class Contexts:
     async def rewind(
         self, tenant: TenantId, session_id: SessionId, *, generation: int, expected_generation: int | None
     ) -> tuple[CacheSessionMetadata, KVState]:
-        """Take a context back to what it was at `generation`; the next turn goes on from there.
+        """Set a context back to an earlier generation. The next turn continues from there.
 
-        Its KV stays: what is stored of a longer conversation serves the beginning of it. Raises ContextBusy while a
-        turn runs, GenerationMismatch, GenerationGone for what was replaced since, InvalidRequest.
+        The KV stays: KV of a longer conversation serves its beginning too. Raises ContextBusy while a turn runs,
+        GenerationMismatch, GenerationGone for a generation that was replaced since, InvalidRequest.
         """
         check_id(session_id)
-        try:
-            session = await self._directory.rewind(
-                tenant, session_id, generation=generation, expected_generation=expected_generation
-            )
-        except ContextNotFound as exc:
-            raise not_found() from exc
+        session = await self._manager.rewind(
+            tenant, session_id, generation=generation, expected_generation=expected_generation
+        )
         if session.ttl_policy is TtlPolicy.SLIDING:
             await self._holders.touch(session)
         return session, await self._holders.kv_state(session)
@@ -114,21 +140,18 @@ class Contexts:
     async def fork(
         self, tenant: TenantId, session_id: SessionId, fork: NewFork
     ) -> tuple[CacheSessionMetadata, KVState]:
-        """Make a context that begins as another one does, over the same KV: none is copied, nor is the other changed.
+        """Make a context with the beginning of another one, over the same KV. Copies no KV and leaves the source as is.
 
-        Reserved, then its KV named, then committed: a crash leaves a row that dies with its lease, and names that no
-        row knows. Without the holder's sidecar the fork begins cold. A delete of the other at the same time comes
-        before it, and there is nothing to fork, or after it, and takes nothing from it.
-        Raises GenerationGone, ContextExists, TtlOutOfRange, ContextQuotaExceeded, ContextBusy while the other is being
-        created, InvalidRequest.
+        Reserves a row, names the KV, then commits. A crash leaves a row that expires with its lease, and names of KV
+        that no row has. The fork starts without KV if the holder's sidecar fails. Safe against a concurrent delete of
+        the source: either the fork fails with 404, or it keeps its own KV.
+        Raises GenerationGone, ContextExists, TtlOutOfRange, ContextQuotaExceeded, InvalidRequest, and ContextBusy while
+        the source is being created.
         """
         check_id(session_id)
-        try:
-            source = await self._directory.get_session_metadata(tenant, session_id)
-            child, kv = await self._forked(source, fork)
-        except ContextNotFound as exc:
-            raise not_found() from exc
-        if kv is not None and kv.size_bytes:  # else there is none, or the sidecar is older than these words of it
+        source = await self._manager.get_session_metadata(tenant, session_id)
+        child, kv = await self._forked(source, fork)
+        if kv is not None and kv.size_bytes:
             return child, sealed_state(kv.size_bytes, kv.tier)
         return child, await self._holders.kv_state(child)
 
@@ -142,53 +165,49 @@ class Contexts:
         key: str = "",
         check: Callable[[CacheSessionMetadata], object] = lambda _source: None,
     ) -> SessionId | None:
-        """Return a new context that begins as this one did at `generation`; None: this one is at `generation`.
+        """Fork a context at `generation` for one turn; None: the context itself is at `generation`.
 
-        The branch is there for one turn. It is removed by `drop_branch`, or when its lease ends, unless that turn has
-        begun, and stays once that turn has committed.
+        The branch stays once its turn has committed. Before the turn begins, `drop_branch` removes it, or the end of
+        its lease.
 
-        A request that may come again finds the branch it made, and where it was answered before, None: the answer is
-        with the context it asked for, also when that has ended.
-        `key`: name of the API key that it is counted under. `check` is shown what is branched from, before it is.
-        Raises as `fork`, and what `check` raises.
+        `repeat_key`: a repeated request finds the branch that it made. None if the context itself has the answer, even
+        an expired one. `key`: name of the API key, for usage. `check` is called with the source before the fork.
+        Raises as `fork`, and the errors of `check`.
         """
         check_id(session_id)
-        # Under the same key something else may be asked, of another response.
+        # The same key may be used for another response.
         again = f"{repeat_key}\0{session_id}\0{generation}" if repeat_key else ""
         minted = partial(_keyed_id, tenant, again, self._secret) if again else _random_id
         branch_id = _id_beside(tenant, session_id, minted)
         try:
-            source = await self._directory.get_session_metadata(tenant, session_id)
+            source = await self._manager.get_session_metadata(tenant, session_id)
             if source.generation == generation or await self._is_answered(tenant, session_id, repeat_key):
                 return None
             check(source)
             await self._forked(source, NewFork(generation, branch_id, key=key), is_branch=True)
-        except (ContextNotFound, ContextExpired) as exc:
+        except (ContextNotFound, ContextExpired):
             if await self._is_answered(tenant, session_id, repeat_key):
                 return None
-            if await self._is_answered(tenant, branch_id, repeat_key):
-                return branch_id
-            if isinstance(exc, ContextExpired):
+            if not await self._is_answered(tenant, branch_id, repeat_key):
                 raise
-            raise not_found() from exc
         except ContextExists:
             if not repeat_key:
                 raise
         return branch_id
 
     async def drop_branch(self, tenant: TenantId, branch_id: SessionId) -> None:
-        """Remove a branch before its turn has begun; harmless for any other context. Raises nothing."""
+        """Remove a branch whose turn has not begun. Does nothing to any other context. Raises nothing."""
         with suppress(ContextCacheError):
-            branch = await self._directory.get_session_metadata(tenant, branch_id)
-            await self._directory.abort_turn(tenant, branch_id, lease_id=BRANCH_LEASE_ID)
+            branch = await self._manager.get_session_metadata(tenant, branch_id)
+            await self._manager.abort_turn(tenant, branch_id, lease_id=BRANCH_LEASE_ID)
             try:
-                await self._directory.get_session_metadata(tenant, branch_id)
+                await self._manager.get_session_metadata(tenant, branch_id)
             except ContextNotFound:
                 await self._holders.delete(branch)
 
     async def _is_answered(self, tenant: TenantId, session_id: SessionId, repeat_key: str) -> bool:
         return bool(repeat_key) and (
-            await self._directory.find_answer(tenant, session_id, repeat_key=repeat_key) is not None
+            await self._manager.find_answer(tenant, session_id, repeat_key=repeat_key) is not None
         )
 
     async def _forked(
@@ -206,9 +225,9 @@ class Contexts:
             ttl_policy=terms.ttl_policy or source.ttl_policy,
             metadata=source.metadata if terms.metadata is None else terms.metadata,
         )
-        reserved = await self._directory.reserve(new, lease_id=lease_id, lease_ttl_ms=lease_ttl_ms)
+        reserved = await self._manager.reserve(new, lease_id=lease_id, lease_ttl_ms=lease_ttl_ms)
         if reserved.generation:
-            return reserved, None  # a branch that this request made before
+            return reserved, None  # an earlier try of this request made the branch
         kv = await self._holders.fork(source, reserved, cache_ref)
         commit = TurnCommit(
             tenant=source.tenant,
@@ -218,7 +237,7 @@ class Contexts:
             keep_segments=0,
             segments=(),
             cache_ref=cache_ref if kv is not None else "",
-            # Its first turn goes there without KV too: the engine may have it.
+            # The first turn is routed there even without KV: the engine may have it.
             holder=source.holder,
             usage=Usage(fork.key, {"contexts": 1}),
         )
@@ -226,51 +245,49 @@ class Contexts:
             return await self._committed(source.session_id, fork.generation, commit), kv
         except ContextCacheError as exc:
             with suppress(ContextCacheError):
-                await self._directory.abort_turn(source.tenant, reserved.session_id, lease_id=lease_id)
-            if kv is not None and exc.http_status < 500:  # else it may have been committed, and its row names the KV
+                await self._manager.abort_turn(source.tenant, reserved.session_id, lease_id=lease_id)
+            if kv is not None and exc.http_status < 500:  # a 5xx may have committed: then its row names the KV
                 await self._holders.delete(replace(reserved, cache_ref=cache_ref, holders=(source.holder,)))
             raise
 
     async def _committed(
         self, source_id: SessionId, generation: int | None, commit: TurnCommit
     ) -> CacheSessionMetadata:
-        """Commit; once more when no answer came, because the first may have been made durable all the same."""
+        """Commit, twice if no answer came: the first commit may be durable all the same, and a commit is idempotent."""
         try:
-            return await self._directory.fork(source_id, generation=generation, commit=commit)
+            return await self._manager.fork(source_id, generation=generation, commit=commit)
         except StoreUnavailable:
-            return await self._directory.fork(source_id, generation=generation, commit=commit)
+            return await self._manager.fork(source_id, generation=generation, commit=commit)
 
 
 class KeptConversations:
-    """What is kept of requests without a context. No store is asked."""
+    """KV of requests without a context, as the sidecars list it. Asks no store."""
 
     def __init__(self, holders: Holders) -> None:
         self._holders = holders
 
     async def page(self, tenant: TenantId, *, limit: int, after: SessionId = "") -> KeptPage:
-        """Return one page of it, what was used last first. Raises InvalidRequest (after)."""
+        """Return one page, last used first. Raises InvalidRequest for an unknown `after`."""
         found, unreachable = await self._holders.kept(tenant)
         return page_of(found, unreachable, limit=limit, after=after)
 
     async def read(self, tenant: TenantId, group: SessionId) -> tuple[KeptConversation, Sequence[str]]:
-        """Return what is kept of one conversation, and the pods that did not say.
+        """Return one conversation, and the pods that did not answer.
 
-        Raises ContextNotFound where all say that they have none, SidecarUnavailable where not all say.
+        Raises ContextNotFound if no pod has it, SidecarUnavailable if some did not answer and no other has it.
         """
         found, unreachable = await self._holders.kept(tenant, group)
         page = page_of(found, unreachable, limit=1)
-        if not page.conversations:
-            raise (
-                SidecarUnavailable("not every pod reported its kept conversations", retry_after_s=1)
-                if unreachable
-                else not_found()
-            )
-        return page.conversations[0], unreachable
+        if page.conversations:
+            return page.conversations[0], unreachable
+        if unreachable:
+            raise SidecarUnavailable("not every pod reported its kept conversations", retry_after_s=1)
+        raise not_found()
 
     async def delete(self, tenant: TenantId, group: SessionId) -> Sequence[str]:
-        """Delete what is kept of one conversation, everywhere; return the pods that could not be reached.
+        """Delete one conversation on every pod; return the pods that could not be reached.
 
-        Raises ContextNotFound where all say that they have none.
+        Raises ContextNotFound if every pod answered and none has it.
         """
         found, silent = await self._holders.kept(tenant, group)
         unreachable = await self._holders.delete_kept(tenant, group)
@@ -280,7 +297,7 @@ class KeptConversations:
 
 
 def _id_beside(tenant: TenantId, source_id: SessionId, minted: Callable[[int], SessionId]) -> SessionId:
-    """Return the first id in the shard of a source, where a fork shares its segments: some 64 are minted for that."""
+    """Return an id in the shard of the source, where a fork shares its segments. Mints some 64 ids to find one."""
     shard = shard_of(tenant, source_id)
     return next(one for one in map(minted, count()) if shard_of(tenant, one) == shard)
 
@@ -294,11 +311,11 @@ def _keyed_id(tenant: TenantId, again: str, secret: bytes, number: int) -> Sessi
 
 
 def check_id(session_id: SessionId) -> None:
-    """Raise ContextNotFound for what no context can be called."""
+    """Raise ContextNotFound for an id that no context can have."""
     if not SESSION_ID_PATTERN.fullmatch(session_id):
         raise not_found()
 
 
 def not_found() -> ContextNotFound:
-    """Return one text for absent, deleted and foreign ids: the answers must not differ in a byte."""
-    return ContextNotFound("no context has this session_id", param="session_id")
+    """Return the manager's error: answers for malformed, absent, deleted and foreign ids are equal in every byte."""
+    return ContextNotFound(NO_CONTEXT, param="session_id")

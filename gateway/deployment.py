@@ -1,4 +1,4 @@
-"""What an operator sees of a deployment through one gateway: its pods as the last probes left them, and its tenants."""
+"""An operator's view of a deployment through one gateway: its pods at their last probes, and its tenants."""
 
 from __future__ import annotations
 
@@ -6,51 +6,53 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from contextcache.model import TenantId
-from gateway.pods.endpoints import WatchedEndpoints
+from contextcache.errors import ModelNotFound
+from contextcache.model import ModelId, TenantId
+from gateway.parts import Parts
 from gateway.pods.state import EndpointState
-from gateway.ports import Authenticator
 from gateway.tenants.limits import TenantLimits
 
 
 @dataclass(frozen=True, slots=True)
 class TenantInHand:
-    """A tenant that has a key."""
+    """A tenant that has a key, with its requests in flight as far as this gateway counts them."""
 
     tenant: TenantId
     key_names: Sequence[str]
     requests: int
-    """Of it that this gateway has in hand, as far as they are counted."""
     size_bytes: int
-    """Of their bodies."""
+    """Bytes of the requests' bodies."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentView:
-    """All pods and a page of tenants."""
+    """All pods, and a page of tenants."""
 
     pods: Sequence[EndpointState]
     tenants: Sequence[TenantInHand]
     has_more: bool
-    """Whether there are tenants after the last one."""
+    """True: tenants follow after the last one."""
     limits: TenantLimits
-    """Of each tenant."""
+    """Limits of each tenant."""
 
 
-class Deployment:
-    """Reads what the gateway holds in memory: asks nobody, so it answers when manager and pods do not."""
+def deployment_view(parts: Parts, *, limit: int, after: TenantId = "") -> DeploymentView:
+    """Return all pods by name, and at most `limit` tenants after the name `after`; `limit` is 1 or more.
 
-    def __init__(self, authenticator: Authenticator, endpoints: WatchedEndpoints, limits: TenantLimits) -> None:
-        self._authenticator, self._endpoints, self._limits = authenticator, endpoints, limits
+    Reads memory only, so it answers while the context manager and the pods do not.
+    """
+    key_names, tenants = parts.keys.key_names(), parts.tenants
+    page = list(islice((tenant for tenant in key_names if tenant > after), limit + 1))
+    return DeploymentView(
+        pods=sorted(parts.endpoints.states(), key=lambda state: state.endpoint.name),
+        tenants=[TenantInHand(one, key_names[one], *tenants.held_by(one)) for one in page[:limit]],
+        has_more=len(page) > limit,
+        limits=tenants,
+    )
 
-    def view(self, *, limit: int, after: TenantId = "") -> DeploymentView:
-        """Return all pods by name, and the tenants whose names come after `after`, at most `limit`, 1 or more."""
-        key_names = self._authenticator.key_names()
-        following = (tenant for tenant in key_names if tenant > after)
-        page = list(islice(following, limit + 1))
-        return DeploymentView(
-            pods=sorted(self._endpoints.roster().states, key=lambda state: state.endpoint.name),
-            tenants=[TenantInHand(one, key_names[one], *self._limits.held_by(one)) for one in page[:limit]],
-            has_more=len(page) > limit,
-            limits=self._limits,
-        )
+
+def model_seen_s(parts: Parts, model: ModelId) -> int:
+    """Return the time of the call as the `created` of a served model, as vLLM's list does. Raises ModelNotFound."""
+    if not parts.endpoints.roster().serves(model):
+        raise ModelNotFound(f"the model `{model}` does not exist", param="model")
+    return parts.clock.now_ms() // 1000

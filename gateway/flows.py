@@ -1,19 +1,23 @@
-"""What the gateway does, in order: route a request, read, list and delete contexts. Read this first.
+"""Steps of a request from its admission to the signed header that it takes to a pod. Read this first.
 
-Knows no wire: a front (HTTP, Envoy's external processor) turns its messages into these calls and ContextCacheErrors
-into answers. Routing comes in the steps in which every front learns of a request: `admit` with the head (who, what),
-then `route_by_head` where the head may say enough, else `route` with the body (which context, which pod).
-Nothing is kept between calls, so the gateway can die at any moment without harm.
+A front (HTTP, or Envoy's external processor) turns its messages into these calls:
+
+1. `admitted` reads the head: it finds the tenant and counts the request.
+2. `route_by_head` routes a request whose head says enough, else `route` reads the body. Both find the context, choose
+   the pod and sign the identity.
+3. `sent` tells the choice of later pods about this one, `reroute` chooses another pod.
+
+Knows no wire. Nothing outlives a call except counts, so the gateway can stop at any moment without harm.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import MappingProxyType
 
 from contextcache.beginning import num_tokens_of, prompt_affinity
 from contextcache.claim import (
@@ -27,8 +31,7 @@ from contextcache.claim import (
     read_strict_claims,
     refuse_session,
 )
-from contextcache.clock import Clock
-from contextcache.errors import ContextExpired, ContextNotFound, ModelNotFound, TooManyInFlight
+from contextcache.errors import ContextExpired, ContextNotFound, TooManyInFlight
 from contextcache.identity import (
     DESTINATION_HEADER,
     IDENTITY_HEADER,
@@ -39,92 +42,68 @@ from contextcache.identity import (
     sign_identity,
     tenant_tag,
 )
-from contextcache.model import (
-    MAX_LIST_LIMIT,
-    CacheSessionMetadata,
-    ContextMode,
-    ModelId,
-    SessionId,
-    SessionPage,
-    TenantId,
-    TurnReceipt,
-    UsageFormat,
-    UsageReport,
-)
+from contextcache.model import CacheSessionMetadata, ModelId, SessionId, TenantId
 from contextcache.names import new_session_id
-from contextcache.requests import SHARE, LargeBodies, TenantsInHand
+from contextcache.requests import SHARE, LargeBodies
 from contextcache.responses import Continued, Labels, response_id, telling_what_is_missing
 from contextcache.terms import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
-from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id, not_found
-from gateway.deployment import Deployment
+from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id
 from gateway.kept import KEEP_HEADER, Plain, allowed, group_of
+from gateway.parts import Parts
 from gateway.paths import TOKENIZER_PATHS, Kind, kind_of
-from gateway.pods.endpoints import WatchedEndpoints
 from gateway.pods.routing import Choice, RouteQuery
-from gateway.pods.sidecars import Holders, KVState
 from gateway.pods.state import Endpoint
-from gateway.ports import Authenticator, SessionDirectory
-from gateway.tenants.limits import TenantLimits
+from gateway.tenants.keys import KEY_HEADERS, Caller
 
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,128}", re.ASCII)
-"""Names of requests that a client may choose."""
+"""Request ids that a client may choose."""
 ROUTING_HEADERS = frozenset({DESTINATION_HEADER, "x-envoy-original-dst-host", UNROUTED_HEADER, TENANT_HEADER})
-"""Headers that say how a request was routed, and for which tenant; a client's own never get through."""
-
-_USAGE_READS_MAX = 4
-"""Of one tenant's usage at a time."""
+"""Headers that name the pod or the tenant. The gateway removes a client's own."""
 SALTED_PATHS = frozenset({*TURN_PATHS, "/v1/chat/completions/batch"})
-"""Calls that make text and take a `cache_salt` (vLLM 0.32: a field of each one's request)."""
+"""Calls that generate text and take a `cache_salt`, a field of each request in vLLM 0.32."""
+IDENTITY_TTL_MS = 60_000
+"""Life of a signed identity, and the limit of clock differences between gateways and pods."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request whose sender and path are accepted; its body is not read yet."""
+    """A request whose sender and path are accepted. Its body is not read yet."""
 
     tenant: TenantId
+    caller: Caller
     kind: Kind
     path: str
-    request_id: str
-    """Minted by the front, never the client's: receipts are looked up by it."""
     headers: Mapping[str, str]
-    """Lower-case names."""
-    subset: frozenset[str] | None = None
+    """Names are in lower case."""
+    subset: frozenset[str] | None
     """Pod addresses that the proxy in front allows; None: all."""
-    context_mode: ContextMode | None = None
-    """What the key says of requests that name none; None: nothing."""
-    usage: UsageFormat | None = None
-    """The same of how usage counts."""
-    plain: Plain = Plain.OFF
-    """What is done for the request if it has no context."""
-    key: str = ""
-    """Name of its API key, for usage."""
-    operator: bool = False
-    """Whether the key may look at the deployment, and at any tenant's usage."""
+    plain: Plain
+    """Treatment of the request if it has no context."""
+    tag: str
+    """Tag by which pods count the tenant's requests."""
+    identity: Identity
+    """Sender and request id, which each signed identity repeats. The front mints the id: receipts are found by it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Where a request goes and what changes on the way."""
+    """A routed request: its pod, and the changes of its head and body."""
 
-    choice: Choice
     kind: Kind
+    query: RouteQuery
+    choice: Choice
+    endpoint: Endpoint
+    """The chosen pod."""
     set_headers: Mapping[str, str]
-    """Beside `routing_headers`."""
+    """Headers to set beside `routing_headers`, after `remove_headers` are gone."""
     remove_headers: frozenset[str]
-    """Of the client's; before `set_headers`."""
     body: bytes | None
-    """None: carry the body as it came."""
-    query: RouteQuery = field(default_factory=RouteQuery)
-    session: CacheSessionMetadata | None = None
-    """Whose turn it is; None: nobody's."""
-    identity: Identity | None = None
-    """What `set_headers` has signed, but for where the beginning is, which is the choice's; None: nothing."""
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """The pod."""
-        return self.choice.endpoint
+    """None: send the body unchanged."""
+    session: CacheSessionMetadata | None
+    """Context of a turn; None for other requests."""
+    identity: Identity | None
+    """Identity to sign for whichever pod is chosen; None: the pod gets none."""
 
     @property
     def routing_headers(self) -> dict[str, str]:
@@ -132,58 +111,42 @@ class Forward:
         return {DESTINATION_HEADER: self.endpoint.address}
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayRules:
-    """What a deployment decides."""
-
-    secret: bytes
-    """Signs identities; the pods have the same one."""
-    identity_ttl_ms: int = 60_000
-    engine_paths: frozenset[str] = frozenset()
-    """Paths outside `/v1/` that reach the engine."""
-    removed_headers: frozenset[str] = frozenset()
-    """More headers that end here, such as `authorization` when its key is ours."""
-    plain_max: Plain = Plain.KEEP
-    """The most that is done for requests without a context."""
-    label_headers: tuple[str, ...] = ()
-    """That name a conversation, before those of known clients."""
-    salts_stateless: bool = False
-    """Whether answers without a context hit their tenant's pages of the engine's prefix cache only."""
-
-
 class Gateway:
-    """Routes requests to pods and answers for contexts."""
+    """Routes requests to pods."""
 
-    def __init__(  # one place is told everything, by name
-        self,
-        *,
-        authenticator: Authenticator,
-        directory: SessionDirectory,
-        endpoints: WatchedEndpoints,
-        holders: Holders,
-        clock: Clock,
-        rules: GatewayRules,
-        tenants: TenantLimits,
-    ) -> None:
-        self._authenticator = authenticator
-        self._directory = directory
-        self._labels = Labels(directory.locate, clock)
-        self._endpoints = endpoints
-        self._holders = holders
-        self._usage_reads = TenantsInHand(requests_max=_USAGE_READS_MAX)
-        self.deployment = Deployment(authenticator, endpoints, tenants)
-        """What operators see."""
-        self.contexts = Contexts(directory, holders, rules.secret)
-        """Changes what is there."""
-        self.kept = KeptConversations(holders)
-        """What is kept of requests without a context."""
-        self._clock = clock
-        self._rules = rules
-        self.kind_of: Callable[[str, str], Kind] = partial(kind_of, engine_paths=rules.engine_paths)
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.contexts = Contexts(parts)
+        self.kept = KeptConversations(parts.holders)
+        settings = parts.settings
+        self.kind_of: Callable[[str, str], Kind] = partial(kind_of, engine_paths=frozenset(settings.engine_paths))
         """Which call a method and a path are. Raises PathNotFound, MethodNotAllowed."""
-        self._tenants = tenants
+        self._labels = Labels(parts.manager.locate, parts.clock)
         self._large_bodies = LargeBodies()
-        self._removed_headers = ROUTING_HEADERS | {IDENTITY_HEADER} | rules.removed_headers
+        self._plain_max = Plain(settings.plain_max)
+        # Without a key file, a key in a request may be for the engine.
+        removed = KEY_HEADERS if settings.api_keys_file else frozenset[str]()
+        self._removed_headers = ROUTING_HEADERS | {IDENTITY_HEADER} | removed
+
+    @contextmanager
+    def admitted(
+        self,
+        kind: Kind,
+        headers: Mapping[str, str],
+        *,
+        path: str,
+        request_id: str,
+        subset: frozenset[str] | None = None,
+    ) -> Iterator[Admission]:
+        """Yield an admission, and count the request as in flight for the length of the `with` block.
+
+        Raises Unauthorized, TenantRateExceeded, TooManyInFlight, NoReadyEndpoint.
+        """
+        admission = self.admit(kind, headers, path=path, request_id=request_id, subset=subset)
+        tenants = self.parts.tenants
+        elsewhere = self.parts.endpoints.num_reported(admission.tag) if tenants.limits[0] else 0
+        with tenants.request(admission.tenant, elsewhere=elsewhere):
+            yield admission
 
     def admit(
         self,
@@ -194,61 +157,56 @@ class Gateway:
         request_id: str,
         subset: frozenset[str] | None = None,
     ) -> Admission:
-        """Return who is asking for what. `headers` have lower-case names. Raises Unauthorized, TenantRateExceeded."""
-        caller = self._authenticator.caller_of(headers)
-        self._tenants.ask(caller.tenant)
-        plain = Plain.OFF
-        if path in TURN_PATHS and headers.get(KEEP_HEADER, "").strip().lower() != "off":
-            plain = allowed(caller.plain, self._rules.plain_max)
-        return Admission(
+        """Find the sender of a request by its head. Raises Unauthorized, TenantRateExceeded."""
+        caller = self.parts.keys.caller_of(headers)
+        self.parts.tenants.ask(caller.tenant)
+        may_keep = path in TURN_PATHS and headers.get(KEEP_HEADER, "").strip().lower() != "off"
+        identity = Identity(
             tenant=caller.tenant,
-            kind=kind,
-            path=path,
             request_id=request_id,
-            headers=headers,
-            subset=subset,
+            expires_at_ms=0,
             context_mode=caller.context_mode,
             usage=caller.usage,
-            plain=plain,
             key=caller.key,
-            operator=caller.operator,
+        )
+        return Admission(
+            tenant=caller.tenant,
+            caller=caller,
+            kind=kind,
+            path=path,
+            headers=headers,
+            subset=subset,
+            plain=allowed(caller.plain, self._plain_max) if may_keep else Plain.OFF,
+            tag=tenant_tag(caller.tenant, self.parts.secret),
+            identity=identity,
         )
 
-    def in_flight(self, admission: Admission) -> AbstractContextManager[None]:
-        """Count a request for the length of a `with` block: every kind, before its body is read.
-
-        Entering raises TooManyInFlight, NoReadyEndpoint.
-        """
-        has_limit = self._tenants.limits[0] > 0
-        elsewhere = self._endpoints.num_reported(self._tag(admission)) if has_limit else 0
-        return self._tenants.request(admission.tenant, elsewhere=elsewhere)
-
     async def route_by_head(self, admission: Admission, *, has_body: bool) -> Forward | None:
-        """Return where a request goes when its head says enough: a turn named by a header, or nothing to look into.
+        """Route a request whose head says enough: it names a turn, or there is no body to read.
 
-        None: `route` with the body. The pod checks what a body says that was not read here. Raises as `route`.
+        None: `route` must read the body. The pod checks a body that was not read here. Raises as `route`.
         """
         if admission.kind is Kind.COMPLETION:
             named = claimed_session(None, admission.headers.get(SESSION_HEADER))
-            if named is None or admission.path == RESPONSES_PATH:  # which generation, its body says
+            if named is None or admission.path == RESPONSES_PATH:  # the body names the generation
                 return None
             try:
-                return await self._turn_forward(admission, None, named)
+                return await self._turn(admission, None, named)
             except (ContextNotFound, ContextExpired):
-                return None  # the body may say what is wrong, or that the context is to be created
+                return None  # the body may have a fault to report, or create the context
         if admission.kind is Kind.STATELESS and (not has_body or is_opaque(admission.headers.get("content-type", ""))):
-            return self._forward(Kind.STATELESS, None, self._query(admission, light=not has_body))
+            return await self._unread(admission, has_body=has_body)
         return None
 
     async def route(self, admission: Admission, body: bytes) -> Forward:
-        """Return where an admitted create, completion or stateless request goes.
+        """Route an admitted create, completion or stateless request.
 
         Raises InvalidRequest, ContextNotFound, ContextExpired, StoreUnavailable, NoReadyEndpoint, EndpointsSaturated,
         TooManyInFlight.
         """
+        strict = partial(read_strict_claims, path=admission.path)
         if admission.kind is Kind.CREATE:
-            new = await self._large_bodies.read(partial(read_strict_claims, path=admission.path), body)
-            return self._create_forward(admission, new, None)
+            return await self._create(admission, await self._large_bodies.read(strict, body), None)
         claims = None
         if body and not is_opaque(admission.headers.get("content-type", "")):
             claims = await self._large_bodies.read(partial(read_claims, path=admission.path), body)
@@ -256,133 +214,81 @@ class Gateway:
             header = admission.headers.get(SESSION_HEADER)
             asked = await self._labels.continued_by(admission.tenant, admission.path, claims, header)
             if asked is not None:
-                if claims is None:  # nothing in it says anything, and a session's request has to be JSON
-                    claims = await self._large_bodies.read(partial(read_strict_claims, path=admission.path), body)
+                if claims is None:  # a request of a context must be JSON
+                    claims = await self._large_bodies.read(strict, body)
                 with telling_what_is_missing(asked.said):
                     return await self._continued(admission, claims, asked)
         else:
             refuse_session(claims)
         if claims is None:
-            return self._forward(Kind.STATELESS, None, self._query(admission, None, light=not body))
-        if admission.plain is not Plain.OFF:
-            return _under_own_name(self._conversation(admission, claims), claims)
-        changed = claims.changed(salt=self._stateless_salt(admission))
-        forward = self._forward(Kind.STATELESS, changed, self._query(admission, claims, light=not body))
-        return _under_own_name(forward, claims)
+            return await self._unread(admission, has_body=bool(body))
+        return await self._stateless(admission, claims)
 
     async def reroute(self, forward: Forward, *, unreachable: str, certain: bool = True) -> Forward:
-        """Return the same request for another pod, after `unreachable` refused the connection.
+        """Route the same request to another pod, after `unreachable` refused the connection. Nothing was sent.
 
-        Not `certain`: it only did not take it in time; where no other pod is ready, the answer is the same pod again.
-        Nothing was sent. Raises NoReadyEndpoint, EndpointsSaturated, TooManyInFlight.
+        `certain` is False for a pod that only did not accept in time: if no other pod is ready, it is chosen again.
+        Raises NoReadyEndpoint, EndpointsSaturated, TooManyInFlight.
         """
-        self._endpoints.mark_unreachable(unreachable, certain=certain)
-        choice = self._choose(forward.query)
-        headers = {**forward.set_headers, **self._signed(forward.identity, choice)}
-        return await self._with_kv(replace(forward, choice=choice, set_headers=headers))
-
-    def sent(self, forward: Forward) -> Callable[[], None]:
-        """Remember that a request went where it was to go, before any report tells of what it left there.
-
-        What is returned forgets it: the pod took no connection.
-        """
-        choice = forward.choice
-        return self._endpoints.note_placed(
-            choice.endpoint.name, forward.query.affinity, at_ms=self._clock.now_ms(), is_new=choice.is_placed
+        self.parts.endpoints.mark_unreachable(unreachable, certain=certain)
+        return await self._placed(
+            forward.kind,
+            forward.query,
+            forward.body,
+            set_headers=forward.set_headers,
+            identity=forward.identity,
+            session=forward.session,
         )
 
-    async def read(
-        self, tenant: TenantId, session_id: SessionId
-    ) -> tuple[CacheSessionMetadata, KVState, Sequence[TurnReceipt]]:
-        """Return a context, its KV and receipts of its last turns.
+    def sent(self, forward: Forward) -> Callable[[], None]:
+        """Remember where a request went, until the pod's own reports show it. Call the result if it was not sent."""
+        return self.parts.endpoints.note_placed(
+            forward.endpoint.name,
+            forward.query.affinity,
+            at_ms=self.parts.clock.now_ms(),
+            is_new=forward.choice.is_placed,
+        )
 
-        Raises ContextNotFound, ContextExpired, StoreUnavailable; none for a sidecar.
-        """
-        check_id(session_id)
-        try:
-            session, turns = await self._directory.get_with_turns(tenant, session_id)
-        except ContextNotFound as exc:
-            raise not_found() from exc
-        return session, await self._holders.kv_state(session), turns
-
-    async def list_contexts(
-        self, tenant: TenantId, *, limit: int, after: SessionId = "", model: ModelId = ""
-    ) -> SessionPage:
-        """Return one page of the tenant's contexts, newest first; short, or empty, where `model` matches few.
-
-        Raises InvalidRequest (after), StoreUnavailable.
-        """
-        assert 1 <= limit <= MAX_LIST_LIMIT
-        return await self._directory.list_sessions(tenant, limit=limit, after=after, model_id=model)
-
-    def model_seen_s(self, model: ModelId) -> int:
-        """Return the `created` of a model that a pod serves: now, as in vLLM's list. Raises ModelNotFound."""
-        if not self._endpoints.roster().serves(model):
-            raise ModelNotFound(f"the model `{model}` does not exist", param="model")
-        return self._clock.now_ms() // 1000
-
-    async def usage(self, tenant: TenantId, *, first_day: int | None, last_day: int | None) -> UsageReport:
-        """Return what a tenant used, from one day since 1970-01-01 to another; None: today.
-
-        Raises InvalidRequest, StoreUnavailable, TooManyInFlight: a month of it is two thousand reads of the store.
-        """
-        with self._usage_reads.request(tenant):
-            return await self._directory.read_usage(tenant, first_day=first_day, last_day=last_day)
-
-    async def delete(self, tenant: TenantId, session_id: SessionId) -> None:
-        """Remove a context: first its row, so that nothing points at KV that is going, then its KV everywhere.
-
-        A sidecar that cannot be reached collects by TTL. Raises ContextNotFound, ContextExpired, StoreUnavailable.
-        """
-        check_id(session_id)
-        try:
-            session = await self._directory.unregister_session_cache(tenant, session_id)
-        except ContextNotFound as exc:
-            raise not_found() from exc
-        await self._holders.delete(session)
-
-    async def is_serving(self) -> bool:
-        """Return whether the context manager answers. Never raises."""
-        return await self._directory.is_serving()
-
-    def _tag(self, admission: Admission) -> str:
-        return tenant_tag(admission.tenant, self._rules.secret)
-
-    def _stateless_salt(self, admission: Admission) -> str:
-        """Return the tenant's salt where one is given; empty: none."""
-        if not self._rules.salts_stateless or admission.path not in SALTED_PATHS:
-            return ""
-        # No model in it: the engine's cache knows models apart, and a context's salt, which has it, stays another.
-        return cache_salt(admission.tenant, ModelId(""), self._rules.secret)
+    async def _create(self, admission: Admission, claims: Claims, session_id: SessionId | None) -> Forward:
+        """Route a create. `session_id` is the name that the client gives the context; None: the pod mints one."""
+        query = RouteQuery(
+            model=claims.model(),
+            affinity=prompt_affinity(admission.tenant, claims),
+            stays=True,
+            num_tokens=num_tokens_of(claims),
+            subset=admission.subset,
+            tenant=admission.tag,
+        )
+        identity = replace(admission.identity, session_id=session_id)
+        return await self._placed(Kind.CREATE, query, claims.changed(), identity=identity)
 
     async def _continued(self, admission: Admission, claims: Claims, asked: Continued) -> Forward:
-        """Return where a turn goes, or the create that it turns out to be."""
+        """Route a turn, on a branch if it continues an older generation, or the create that it turns out to be."""
         repeatable = read_repeatable(admission.headers.get(IDEMPOTENCY_HEADER), ())
         session_id = asked.session_id
         if session_id is None:
             if repeatable is None:
-                return self._create_forward(admission, claims, new_session_id())
-            session_id = session_id_of(admission.tenant, repeatable.key, self._rules.secret)
+                return await self._create(admission, claims, new_session_id())
+            session_id = session_id_of(admission.tenant, repeatable.key, self.parts.secret)
         elif asked.generation is not None:
             branch = await self.contexts.branch(
                 admission.tenant,
                 session_id,
                 asked.generation,
                 repeat_key="" if repeatable is None else repeatable.key,
-                key=admission.key,
+                key=admission.caller.key,
                 # A request that no pod takes leaves no branch.
-                check=lambda source: self._choose(self._turn_query(admission, source), is_made=False),
+                check=lambda source: self._choose(_turn_query(admission, source), is_made=False),
             )
             if branch is not None:
                 try:
-                    previous = response_id(branch, FORKED_GENERATION)
-                    return await self._turn_forward(admission, claims, branch, previous=previous)
+                    return await self._turn(admission, claims, branch, previous=response_id(branch, FORKED_GENERATION))
                 except BaseException:
                     await self.contexts.drop_branch(admission.tenant, branch)
                     raise
-        return await self._turn_forward(admission, claims, session_id, creates=asked.creates)
+        return await self._turn(admission, claims, session_id, creates=asked.creates)
 
-    async def _turn_forward(
+    async def _turn(
         self,
         admission: Admission,
         claims: Claims | None,
@@ -391,131 +297,121 @@ class Gateway:
         creates: bool = False,
         previous: str = "",
     ) -> Forward:
-        """Return the pod of a turn, which has its KV or is fetching it. `previous`: of a branch, see Claims.changed.
+        """Route a turn to the pod that has its KV or pulls it. `previous`: on a branch, see Claims.changed.
 
-        With the store down a turn is refused: an answer without its context would be wrong.
+        While the store is down, turns are refused: an answer without its context would be wrong.
         """
         check_id(session_id)
         try:
-            session = await self._directory.locate(admission.tenant, session_id)
-        except (ContextNotFound, ContextExpired) as exc:
-            # The pod creates it, or gives an answer again that outlived its context.
+            session = await self.parts.manager.locate(admission.tenant, session_id)
+        except (ContextNotFound, ContextExpired):
+            # The pod creates the context, or repeats an answer that outlived it.
             if claims is not None and (creates or IDEMPOTENCY_HEADER in admission.headers):
-                return self._create_forward(admission, claims, session_id)
-            if isinstance(exc, ContextExpired):
-                raise
-            raise not_found() from exc
-        query = self._turn_query(admission, session)
-        identity = self._identity(admission, session.session_id, is_branch=bool(previous))
-        body = None if claims is None else claims.changed(previous=previous, session_id=session_id if previous else "")
-        forward = self._forward(Kind.TURN, body, query, identity=identity, session=session)
-        if previous and claimed_session(None, admission.headers.get(SESSION_HEADER)) is not None:
-            forward = replace(forward, set_headers={**forward.set_headers, SESSION_HEADER: session_id})
-        return await self._with_kv(forward)
+                return await self._create(admission, claims, session_id)
+            raise
+        is_branch = bool(previous)
+        body = None if claims is None else claims.changed(previous=previous, session_id=session_id if is_branch else "")
+        header = {}
+        if is_branch and claimed_session(None, admission.headers.get(SESSION_HEADER)) is not None:
+            header[SESSION_HEADER] = session_id
+        return await self._placed(
+            Kind.TURN,
+            _turn_query(admission, session),
+            body,
+            set_headers=header,
+            identity=replace(admission.identity, session_id=session.session_id, is_branch=is_branch),
+            session=session,
+        )
 
-    def _turn_query(self, admission: Admission, session: CacheSessionMetadata) -> RouteQuery:
-        return RouteQuery(
-            model=session.model_id,
-            holder=session.holder,
-            num_tokens=session.num_tokens,
+    async def _stateless(self, admission: Admission, claims: Claims) -> Forward:
+        """Route a request without a context: with its conversation, if the key asks for that. No store is asked."""
+        group, identity = "", None
+        if admission.plain is not Plain.OFF:
+            label_headers = self.parts.settings.label_headers
+            group = group_of(admission.tenant, admission.headers, claims, label_headers)
+        salt = ""
+        if admission.plain is Plain.KEEP:
+            identity = replace(admission.identity, kept=group)
+        elif self.parts.settings.salt_stateless and admission.path in SALTED_PATHS:
+            # Without a model: the engine's cache separates models itself. A context's salt has one, and so differs.
+            salt = cache_salt(admission.tenant, ModelId(""), self.parts.secret)
+        query = RouteQuery(
+            model=claims.model(),
+            affinity=group,
+            is_conversation=bool(group),
+            stays=bool(group),
+            num_tokens=num_tokens_of(claims),
             subset=admission.subset,
-            tenant=self._tag(admission),
+            light=admission.path in TOKENIZER_PATHS,
+            tenant=admission.tag,
+        )
+        # vLLM names the answer by the header. A front always sets it, which would hide the body's `request_id`.
+        name = claims.text("request_id")
+        header = {} if name is None or not REQUEST_ID_PATTERN.fullmatch(name) else {REQUEST_ID_HEADER: name}
+        return await self._placed(
+            Kind.STATELESS, query, claims.changed(salt=salt), set_headers=header, identity=identity
         )
 
-    def _conversation(self, admission: Admission, claims: Claims) -> Forward:
-        """Return where one more request of what seems to be a conversation goes; no store is asked about it."""
-        group = group_of(admission.tenant, admission.headers, claims, self._rules.label_headers)
-        query = self._query(admission, claims, conversation=group)
-        if admission.plain is Plain.ROUTE:
-            return self._forward(Kind.STATELESS, claims.changed(salt=self._stateless_salt(admission)), query)
-        identity = self._identity(admission, None, kept=group, beginning=group)
-        return self._forward(Kind.STATELESS, claims.changed(), query, identity=identity)
-
-    def _create_forward(self, admission: Admission, claims: Claims, session_id: SessionId | None) -> Forward:
-        """Return the pod that creates a context; `session_id`: of a turn whose context is not there."""
-        query = self._query(admission, claims, affinity=prompt_affinity(admission.tenant, claims), stays=True)
-        identity = self._identity(admission, session_id, beginning=query.affinity)
-        return self._forward(Kind.CREATE, claims.changed(), query, identity=identity)
-
-    async def _with_kv(self, forward: Forward) -> Forward:
-        """Tell the chosen pod's sidecar to fetch a turn's KV when it is elsewhere, and return the forward."""
-        session = forward.session
-        if session is not None and session.holder and forward.endpoint.name != session.holder:
-            await self._holders.start_pull(session, to=forward.endpoint)
-        return forward
-
-    def _identity(self, admission: Admission, session_id: SessionId | None, **more: Any) -> Identity:
-        now_ms = self._clock.now_ms()
-        return Identity(
-            tenant=admission.tenant,
-            request_id=admission.request_id,
-            expires_at_ms=now_ms + self._rules.identity_ttl_ms,
-            issued_at_ms=now_ms,
-            session_id=session_id,
-            context_mode=admission.context_mode,
-            usage=admission.usage,
-            key=admission.key,
-            **more,
+    async def _unread(self, admission: Admission, *, has_body: bool) -> Forward:
+        """Route a request without a context whose body is empty or opaque."""
+        light = not has_body or admission.path in TOKENIZER_PATHS
+        return await self._placed(
+            Kind.STATELESS, RouteQuery(subset=admission.subset, light=light, tenant=admission.tag), None
         )
 
-    def _signed(self, identity: Identity | None, choice: Choice) -> dict[str, str]:
-        """Return the header that tells the chosen pod who asks, and where the beginning is."""
-        if identity is None:
-            return {}
-        told = replace(identity, prefix_at=choice.prefix_at) if choice.prefix_at else identity
-        return {IDENTITY_HEADER: sign_identity(told, self._rules.secret)}
-
-    def _query(
-        self,
-        admission: Admission,
-        claims: Claims | None = None,
-        *,
-        affinity: str = "",
-        conversation: str = "",
-        stays: bool = False,
-        light: bool = False,
-    ) -> RouteQuery:
-        return RouteQuery(
-            model=None if claims is None else claims.model(),
-            affinity=conversation or affinity,
-            is_conversation=bool(conversation),
-            stays=stays or bool(conversation),
-            num_tokens=0 if claims is None else num_tokens_of(claims),
-            subset=admission.subset,
-            light=light or admission.path in TOKENIZER_PATHS,
-            tenant=self._tag(admission),
-        )
-
-    def _forward(
+    async def _placed(
         self,
         kind: Kind,
-        body: bytes | None,
         query: RouteQuery,
+        body: bytes | None,
         *,
+        set_headers: Mapping[str, str] = MappingProxyType({}),
         identity: Identity | None = None,
         session: CacheSessionMetadata | None = None,
     ) -> Forward:
+        """Choose the pod, sign the identity for it, and start a pull if a turn leaves its holder."""
         choice = self._choose(query)
-        headers = self._signed(identity, choice)
-        if query.counted_tenant is not None:
-            headers[TENANT_HEADER] = query.counted_tenant
-        return Forward(choice, kind, headers, self._removed_headers, body, query, session, identity)
+        headers = dict(set_headers)
+        if not query.light:
+            headers[TENANT_HEADER] = query.tenant
+        if identity is not None:
+            now_ms = self.parts.clock.now_ms()
+            identity = replace(
+                identity,
+                issued_at_ms=now_ms,
+                expires_at_ms=now_ms + IDENTITY_TTL_MS,
+                beginning=query.affinity,
+                prefix_at=choice.prefix_at,
+            )
+            headers[IDENTITY_HEADER] = sign_identity(identity, self.parts.secret)
+        if session is not None and session.holder and choice.endpoint.name != session.holder:
+            await self.parts.holders.start_pull(session, to=choice.endpoint)
+        return Forward(
+            kind=kind,
+            query=query,
+            choice=choice,
+            endpoint=choice.endpoint,
+            set_headers=headers,
+            remove_headers=self._removed_headers,
+            body=body,
+            session=session,
+            identity=identity,
+        )
 
     def _choose(self, query: RouteQuery, *, is_made: bool = True) -> Choice:
-        """Return a request's pod. Not `is_made`: only to learn whether there is one. Raises as `route`."""
+        """Choose the pod. `is_made` is False to learn only whether there is one. Raises as `route`."""
         try:
-            return self._endpoints.choose(query, is_made=is_made)
+            return self.parts.endpoints.choose(query, is_made=is_made)
         except TooManyInFlight:
-            self._tenants.refused(SHARE)
+            self.parts.tenants.refused(SHARE)
             raise
 
 
-def _under_own_name(forward: Forward, claims: Claims) -> Forward:
-    """Return a request without a context under the `request_id` of its body.
-
-    vLLM names the answer by the header, and a front always gives one: the body's name would be lost.
-    """
-    name = claims.text("request_id")
-    if name is None or not REQUEST_ID_PATTERN.fullmatch(name):
-        return forward
-    return replace(forward, set_headers={**forward.set_headers, REQUEST_ID_HEADER: name})
+def _turn_query(admission: Admission, session: CacheSessionMetadata) -> RouteQuery:
+    return RouteQuery(
+        model=session.model_id,
+        holder=session.holder,
+        num_tokens=session.num_tokens,
+        subset=admission.subset,
+        tenant=admission.tag,
+    )

@@ -1,6 +1,6 @@
-"""What both fronts say alike: names of requests, headers, errors, and whether this gateway takes requests.
+"""The interface that the HTTP front and the Envoy front share: requests, their ids, errors as answers, readiness.
 
-Decides nothing, and carries nothing.
+Routes nothing and carries nothing.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry.trace import Span
 
-from contextcache.errors import ContextCacheError, MethodNotAllowed, error_headers
+from contextcache.errors import ContextCacheError, MethodNotAllowed, error_body, error_headers
+from contextcache.process.logs import traceback_without_messages
 from contextcache.wire.rpc import cause_of
-from gateway.flows import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, Forward, Gateway
-from gateway.metrics import Metrics
-from gateway.pods.endpoints import WatchedEndpoints
+from gateway.flows import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, Forward
+from gateway.parts import Parts
 from gateway.pods.state import EndpointState
 from gateway.tenants.keys import AUTHENTICATE
 
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 CORS_METHODS = ("GET", "POST", "PATCH", "DELETE")
 CORS_HEADERS = ("authorization", "*")
-"""That a page may send: its key, which no wildcard covers, and whatever else its client library adds."""
+"""Headers that a page may send: its key, which the wildcard does not cover, and those of its client library."""
 CORS_EXPOSED_HEADERS = (
     "x-request-id",
     "x-session-id",
@@ -42,61 +43,93 @@ CORS_EXPOSED_HEADERS = (
     "www-authenticate",
     "allow",
 )
-"""That a page may read of an answer, beside those that browsers always show."""
+"""Headers of an answer that a page may read, beside those that browsers always show."""
 CORS_MAX_AGE_S = 600
-"""How long a browser asks no more: an origin taken back is out after that."""
+"""Seconds for which a browser caches a preflight: a removed origin keeps access for that long."""
 CORS_POD_HEADERS = ("access-control-allow-origin", "access-control-allow-credentials")
-"""By which a pod lets every origin read, unless told otherwise: with a list of ours they end here."""
+"""vLLM's permissive CORS headers. Removed if `cors_origins` is set."""
 REFUSED = "refused"
-"""Kind under which requests are counted that never got as far as having one."""
+"""Kind in metrics of requests that were refused before their kind was known."""
 MANAGER_WAIT_S = 1.0
-"""How long `/readyz` waits for a manager that hangs: less than Envoy (2 s) and a kubelet (5 s) wait for `/readyz`."""
+"""Seconds that `/readyz` waits for a manager that hangs. Envoy waits 2 s for `/readyz`, a kubelet 5 s."""
 
 
 class ClientGone(Exception):
-    """The client, or the proxy before us, closed the connection; nobody is left to answer."""
+    """The client, or the proxy in front, closed the connection. No answer can be sent."""
+
+
+class FrontRequest:
+    """Head of one request, its ids, and its kind in metrics."""
+
+    def __init__(self, method: str, path: str, headers: Mapping[str, str]) -> None:
+        """`headers` have lower-case names, with repeated ones joined."""
+        self.method, self.path, self.headers = method, path, headers
+        self.minted_id = mint_request_id()
+        """Id of the request among our parts; never the client's choice."""
+        self.request_id = plain_request_id(headers) or self.minted_id
+        """Id in answers and towards the engine: the client's own id if it is valid."""
+        self.kind = REFUSED
+
+    @property
+    def declared_bytes(self) -> int:
+        """Size of the body by the client's Content-Length; 0 without a valid one."""
+        declared = self.headers.get("content-length", "")
+        # Python refuses to parse thousands of digits. No size has more than twenty.
+        return int(declared[:20]) if declared.isdecimal() else 0
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """Answer to a request that failed."""
+
+    status: int
+    headers: Sequence[tuple[str, str]]
+    body: bytes
+    code: str
+
+    @classmethod
+    def of(cls, exc: Exception, *, request_id: str) -> ErrorAnswer:
+        """Return the answer for an exception, and log faults of ours. Other exceptions than our errors get a 500."""
+        if isinstance(exc, ContextCacheError):
+            error = exc
+            if error.http_status >= 500:
+                fields = {"request_id": request_id, "code": error.code, "error": error.message}
+                log.warning("request refused", extra={**fields, "cause": cause_of(error)})
+        else:
+            error = ContextCacheError("the gateway failed")
+            # The exception's message may quote the request.
+            log.error("request failed", extra={"request_id": request_id, "exception": traceback_without_messages(exc)})
+        headers = error_headers(error)
+        if error.http_status == 401:
+            headers.append(("www-authenticate", AUTHENTICATE))
+        if error.http_status == 503 and error.retry_after_s is None:
+            headers.append(("retry-after", "1"))
+        if isinstance(error, MethodNotAllowed) and error.allow:
+            headers.append(("allow", error.allow))
+        return cls(error.http_status, headers, error_body(error), error.code)
 
 
 def mint_request_id() -> str:
-    """Return a new name for a request."""
+    """Return a new request id."""
     return f"req_{uuid.uuid4().hex}"
 
 
 def plain_request_id(headers: Mapping[str, str]) -> str:
-    """Return the client's own name for a request; empty when there is none, or not a plain one."""
+    """Return the client's own request id; empty if there is none, or an invalid one."""
     asked = headers.get(REQUEST_ID_HEADER, "")
     return asked if REQUEST_ID_PATTERN.fullmatch(asked) else ""
 
 
 def header_text(value: bytes) -> str:
-    """Return a header's value as text, whatever its bytes."""
+    """Return a header's value as text. Never fails."""
     try:
         return value.decode()
     except UnicodeDecodeError:
         return value.decode("latin-1")
 
 
-def answer_headers(error: ContextCacheError) -> list[tuple[str, str]]:
-    """Return the headers of an error's answer."""
-    headers = error_headers(error)
-    if error.http_status == 401:
-        headers.append(("www-authenticate", AUTHENTICATE))
-    if error.http_status == 503 and error.retry_after_s is None:
-        headers.append(("retry-after", "1"))
-    if isinstance(error, MethodNotAllowed) and error.allow:
-        headers.append(("allow", error.allow))
-    return headers
-
-
-def log_refusal(error: ContextCacheError, *, request_id: str) -> None:
-    """Log an error that is ours, with what an inner call said, which no client is told."""
-    if error.http_status >= 500:
-        fields = {"request_id": request_id, "code": error.code, "error": error.message, "cause": cause_of(error)}
-        log.warning("request refused", extra=fields)
-
-
 def describe(span: Span, forward: Forward) -> None:
-    """Say on a request's span where it goes, and why there."""
+    """Put the pod of a request, and the reason for its choice, on the request's span."""
     if not span.is_recording():
         return
     span.update_name(f"gateway {forward.kind.value}")
@@ -107,32 +140,22 @@ def describe(span: Span, forward: Forward) -> None:
 
 
 class ReadyState:
-    """Whether this gateway takes requests: everything it needs is there, and it is not on its way out."""
+    """Readiness of this gateway: it is ready while the context manager serves, a pod is ready and it does not drain."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        endpoints: WatchedEndpoints,
-        *,
-        metrics: Metrics | None = None,
-        manager_wait_s: float = MANAGER_WAIT_S,
-    ) -> None:
+    def __init__(self, parts: Parts, *, manager_wait_s: float = MANAGER_WAIT_S) -> None:
+        self._parts = parts
         self._manager_wait_s = manager_wait_s
-        self._metrics = metrics
-        self._gateway = gateway
-        self._endpoints = endpoints
         self.draining = False
 
     async def describe(self) -> dict[str, Any]:
-        """Return what `/readyz` on the metrics port says; `missing` names what is not there."""
-        states = self._endpoints.roster().states
+        """Return the body of `/readyz` on the metrics port. `missing` names the reasons against readiness."""
+        states = self._parts.endpoints.states()
         missing = [] if await self._manager_serves() else ["context manager"]
         if not any(state.ready for state in states):
             missing.append("ready endpoint")
         if self.draining:
             missing.append("time: the gateway is draining")
-        if self._metrics is not None:
-            self._metrics.ready.set(not missing)
+        self._parts.metrics.ready.set(not missing)
         return {
             "ready": not missing,
             "missing": missing,
@@ -142,7 +165,7 @@ class ReadyState:
     async def _manager_serves(self) -> bool:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._manager_wait_s):
-                return await self._gateway.is_serving()
+                return await self._parts.manager.is_serving()
         return False
 
 

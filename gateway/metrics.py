@@ -59,7 +59,7 @@ class Metrics:
         self.endpoint_clock_skew = Gauge(
             "contextcache_gateway_endpoint_clock_skew_seconds",
             "Clock of the pod minus the clock of this machine, in whole seconds, by endpoint. Identities "
-            "expire after GATEWAY_IDENTITY_TTL_S by the pod's clock.",
+            "expire after a minute by the pod's clock.",
             ["endpoint"],
             registry=registry,
         )

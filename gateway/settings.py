@@ -190,7 +190,6 @@ class GatewaySettings(TlsSettings, TracingSettings):
     delete_timeout_s: float = Field(5.0, gt=0, description="Seconds that a DELETE waits for the sidecars.")
     probe_interval_s: float = Field(1.0, gt=0, description="Seconds between two probes of the pods.")
     probe_timeout_s: float = Field(1.0, gt=0, description="Seconds that a pod has to answer a probe.")
-    identity_ttl_s: float = Field(60.0, gt=0, description="Life of a signed identity in seconds.")
     drain_delay_s: float = Field(
         0.0, ge=0, description="Seconds from SIGTERM until the port closes. Meanwhile /readyz answers 503."
     )

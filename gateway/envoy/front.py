@@ -24,24 +24,14 @@ from opentelemetry.trace import SpanKind, get_current_span
 
 from contextcache.errors import ContextCacheError, DeadlineExceeded, InvalidRequest, PathNotFound
 from contextcache.extproc.v3 import external_processor_pb2 as pb
-from contextcache.process.logs import traceback_without_messages
 from contextcache.requests import LARGE_BYTES, TenantsInHand
-from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer, trace_headers
+from contextcache.wire.tracing import TRACEPARENT, trace_headers
 from gateway.envoy import messages
 from gateway.envoy.messages import RequestHead
 from gateway.flows import REQUEST_ID_HEADER, Admission, Forward, Gateway
-from gateway.fronts import (
-    REFUSED,
-    ClientGone,
-    describe,
-    log_refusal,
-    mint_request_id,
-    plain_request_id,
-)
-from gateway.metrics import Metrics
+from gateway.fronts import ClientGone, ErrorAnswer, describe
 from gateway.paths import Kind
-from gateway.pods.endpoints import WatchedEndpoints
-from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits, Upload
+from gateway.tenants.limits import HeldBody, Upload
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +70,7 @@ class _Call:
     """A `pb.BodySendMode`: how the proxy would send a body."""
     shows_answer: bool
     """Whether the proxy shows the answer piece by piece and sends on only what comes back."""
-    minted_id: str
-    request_id: str
     deadline: asyncio.Timeout
-    kind: str = REFUSED
     status: str = ""
     """What the request is counted under; empty: not at all, it went away."""
     routing_s: float = 0.0
@@ -97,34 +84,21 @@ class _Call:
 class EnvoyFront:
     """Answers Envoy; errors of every kind leave it in the shape of the HTTP front's."""
 
-    def __init__(  # one place is told everything, by name
-        self,
-        *,
-        gateway: Gateway,
-        endpoints: WatchedEndpoints,
-        tenants: TenantLimits,
-        limits: FrontLimits,
-        metrics: Metrics,
-        timeout_s: float = 30.0,
-        tracer: Tracer = NO_TRACER,
-    ) -> None:
-        """`tenants`: the process's; `timeout_s`: from a request's first message to our answer, pieces excluded."""
-        self._tracer = tracer
+    def __init__(self, gateway: Gateway) -> None:
+        parts = gateway.parts
         self._gateway = gateway
-        self._endpoints = endpoints
-        self._tenants = tenants
-        self._limits = limits
-        self._metrics = metrics
-        self._timeout_s = timeout_s
-        self._shown = TenantsInHand(bytes_max=_LARGE_BODIES_AT_ONCE * limits.max_body_bytes)
+        self._parts = parts
+        self._limits = parts.limits
+        self._timeout_s = parts.settings.ext_proc_timeout_s
+        self._shown = TenantsInHand(bytes_max=_LARGE_BODIES_AT_ONCE * parts.limits.max_body_bytes)
 
     async def process(self, stream: Stream) -> None:
         """Answer one request's messages, whatever happens, and return."""
-        self._metrics.ext_proc_streams.inc()
+        self._parts.metrics.ext_proc_streams.inc()
         try:
             await self._process(stream)
         finally:
-            self._metrics.ext_proc_streams.dec()
+            self._parts.metrics.ext_proc_streams.dec()
 
     async def _process(self, stream: Stream) -> None:
         call: _Call | None = None
@@ -137,37 +111,32 @@ class EnvoyFront:
                 call = _call_of(first, stream, deadline)
                 # A proxy that traces writes its own header last, over ours: then we stand beside the pod, below it.
                 parent = stream.traceparent or call.head.headers.get(TRACEPARENT, "")
-                with self._tracer.span("gateway request", kind=SpanKind.SERVER, parent=parent) as span:
-                    span.set_attribute("contextcache.request_id", call.minted_id)
+                with self._parts.tracer.span("gateway request", kind=SpanKind.SERVER, parent=parent) as span:
+                    span.set_attribute("contextcache.request_id", call.head.minted_id)
                     await self._answer(call, subset=messages.allowed_subset(first.metadata_context))
         except ClientGone:
             log.debug("client gone", extra={"request_id": _id_of(call)})
-        except ContextCacheError as exc:
-            await self._refuse(call, exc)
         except TimeoutError:
             await self._refuse(
                 call, DeadlineExceeded("the request did not arrive before its deadline", retry_after_s=1)
             )
-        except Exception as exc:  # noqa: BLE001  # the boundary of a request
-            # The boundary of a request: a fault of ours costs one answer, in the shape of every other error.
-            raised = traceback_without_messages(exc)
-            fields = {"request_id": _id_of(call), "exception": raised}
-            log.error("request failed", extra=fields)  # noqa: TRY400  # its message may quote the request
-            await self._refuse(call, ContextCacheError("the gateway failed"))
+        except Exception as exc:  # noqa: BLE001  # a fault of ours costs one answer, in the shape of every other error
+            await self._refuse(call, exc)
         finally:
             # Envoy cancels a stream that it needs no more, which may be before our last write returns.
             if call is not None and call.status:
-                self._metrics.requests.labels(call.kind, call.status).inc()
+                self._parts.metrics.requests.labels(call.head.kind, call.status).inc()
 
     async def _answer(self, call: _Call, *, subset: frozenset[str] | None) -> None:
         """Admit, route and tell Envoy. Raises ContextCacheError, ClientGone."""
         head = call.head
         kind = self._gateway.kind_of(head.method, head.path)
-        call.kind = kind.value
+        call.head.kind = kind.value
         if kind in {Kind.OWN, Kind.CONTROL}:
             raise PathNotFound("the proxy must route this call to the gateway's HTTP front")
-        admission = self._gateway.admit(kind, head.headers, path=head.path, request_id=call.minted_id, subset=subset)
-        with self._gateway.in_flight(admission):
+        with self._gateway.admitted(
+            kind, head.headers, path=head.path, request_id=head.minted_id, subset=subset
+        ) as admission:
             await self._answer_admitted(call, admission)
 
     async def _answer_admitted(self, call: _Call, admission: Admission) -> None:
@@ -223,8 +192,10 @@ class EnvoyFront:
         The tenant's bytes are taken before the proxy collects any, and the proxy holds no body that is not counted. One
         that does not say its size may be of any.
         """
-        announced_bytes = call.head.declared_bytes if call.head.says_size else self._limits.max_body_bytes
-        with HeldBody(self._tenants, admission.tenant, self._limits) as held:
+        announced_bytes = (
+            call.head.declared_bytes if "content-length" in call.head.headers else self._limits.max_body_bytes
+        )
+        with HeldBody(self._parts.tenants, admission.tenant, self._limits) as held:
             held.reserve(announced_bytes)
             await call.stream.write(messages.head_answer())
             # The upload has its own time.
@@ -245,7 +216,7 @@ class EnvoyFront:
 
     async def _answer_pieces(self, call: _Call, admission: Admission) -> None:
         """Collect the body, answer the head, and send the body back."""
-        with HeldBody(self._tenants, admission.tenant, self._limits) as held:
+        with HeldBody(self._parts.tenants, admission.tenant, self._limits) as held:
             held.reserve(call.head.declared_bytes)
             # The body has its own time.
             call.deadline.reschedule(None)
@@ -281,9 +252,9 @@ class EnvoyFront:
             answer_ended = answer_ended or messages.ends_answer(message)
 
     def _noted(self, call: _Call, forward: Forward) -> Forward:
-        call.kind, call.status = forward.kind.value, _ROUTED
-        self._metrics.route_seconds.labels(call.kind).observe(call.routing_s)
-        self._endpoints.note_routed(forward.endpoint.name, forward.query.counted_tenant)
+        call.head.kind, call.status = forward.kind.value, _ROUTED
+        self._parts.metrics.route_seconds.labels(call.head.kind).observe(call.routing_s)
+        self._parts.endpoints.note_routed(forward.endpoint.name, forward.query.counted_tenant)
         self._gateway.sent(forward)
         describe(get_current_span(), forward)
         return forward
@@ -291,8 +262,8 @@ class EnvoyFront:
     def _changes(self, call: _Call, forward: Forward) -> pb.HeaderMutation:
         """Return the changes of the request's headers."""
         headers = {**forward.set_headers, **trace_headers(), **forward.routing_headers}
-        if call.head.headers.get(REQUEST_ID_HEADER) != call.request_id:
-            headers.setdefault(REQUEST_ID_HEADER, call.request_id)
+        if call.head.headers.get(REQUEST_ID_HEADER) != call.head.request_id:
+            headers.setdefault(REQUEST_ID_HEADER, call.head.request_id)
         if forward.body is not None:
             # Envoy refuses a changed body of another length than the head says.
             headers["content-length"] = str(len(forward.body))
@@ -300,17 +271,17 @@ class EnvoyFront:
         removed = (forward.remove_headers | _ONE_HOP_HEADERS) & call.head.headers.keys()
         return messages.header_mutation(headers, sorted(removed))
 
-    async def _refuse(self, call: _Call | None, error: ContextCacheError) -> None:
+    async def _refuse(self, call: _Call | None, exc: Exception) -> None:
         """Answer the client in the pod's place; a stream that has said nothing gets no answer."""
+        answer = ErrorAnswer.of(exc, request_id=_id_of(call))
         if call is None:
             return
-        call.status = str(error.http_status)
-        log_refusal(error, request_id=call.request_id)
+        call.status = str(answer.status)
         try:
             async with asyncio.timeout(_REFUSAL_TIMEOUT_S):
-                await call.stream.write(messages.error_answer(error, request_id=call.request_id))
+                await call.stream.write(messages.error_answer(answer, request_id=call.head.request_id))
         except (ClientGone, TimeoutError):
-            self._metrics.broken_exchanges.labels("client_gone").inc()
+            self._parts.metrics.broken_exchanges.labels("client_gone").inc()
 
 
 async def _collect(stream: Stream, held: HeldBody) -> bool:
@@ -331,7 +302,6 @@ async def _write_all(stream: Stream, answers: Iterable[pb.ProcessingResponse]) -
 
 def _call_of(first: pb.ProcessingRequest, stream: Stream, deadline: asyncio.Timeout) -> _Call:
     head = messages.read_head(first.request_headers)
-    minted_id = mint_request_id()
     return _Call(
         stream=stream,
         head=head,
@@ -340,11 +310,9 @@ def _call_of(first: pb.ProcessingRequest, stream: Stream, deadline: asyncio.Time
         body_mode=first.protocol_config.request_body_mode
         if first.HasField("protocol_config")
         else pb.BODY_SEND_MODE_BUFFERED,
-        minted_id=minted_id,
-        request_id=plain_request_id(head.headers) or minted_id,
         deadline=deadline,
     )
 
 
 def _id_of(call: _Call | None) -> str:
-    return "" if call is None else call.request_id
+    return "" if call is None else call.head.request_id

@@ -7,16 +7,14 @@ obeys; headers are removed before others are set.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from google.protobuf.struct_pb2 import Struct
 
-from contextcache.errors import ContextCacheError, error_body
 from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.identity import DESTINATION_HEADER
 from contextcache.requests import joined_headers
 from gateway.flows import REQUEST_ID_HEADER
-from gateway.fronts import answer_headers, header_text
+from gateway.fronts import ErrorAnswer, FrontRequest, header_text
 
 LOAD_BALANCING_NAMESPACE = "envoy.lb"
 """Dynamic metadata that Envoy's load balancers read."""
@@ -35,28 +33,12 @@ _WITHOUT_BODY = pb.ProcessingMode(
 """No body either: an override replaces the mode as a whole, and a body mode that is not named is `NONE`."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestHead:
-    """A request's head as Envoy shows it."""
+class RequestHead(FrontRequest):
+    """Head of a request as Envoy shows it. The path is as sent, still percent-encoded, without the query."""
 
-    method: str
-    path: str
-    """As it was sent, percent-encoding and all; without the query."""
-    headers: Mapping[str, str]
-    """Lower-case names, repeated ones joined; without pseudo headers."""
-    has_body: bool
-
-    @property
-    def says_size(self) -> bool:
-        """Whether the client says how large the body is."""
-        return "content-length" in self.headers
-
-    @property
-    def declared_bytes(self) -> int:
-        """Size of the body as the client says; 0 when it does not."""
-        declared = self.headers.get("content-length", "")
-        # No size has more digits than these, and Python refuses to read thousands of them.
-        return int(declared[:20]) if declared.isdecimal() else 0
+    def __init__(self, method: str, path: str, headers: Mapping[str, str], *, has_body: bool) -> None:
+        super().__init__(method, path, headers)
+        self.has_body = has_body
 
 
 def read_head(message: pb.HttpHeaders) -> RequestHead:
@@ -70,12 +52,7 @@ def read_head(message: pb.HttpHeaders) -> RequestHead:
     method, path = headers.pop(":method", ""), headers.pop(":path", "")
     for name in _PSEUDO_HEADERS & headers.keys():
         del headers[name]
-    return RequestHead(
-        method=method,
-        path=path.partition("?")[0],
-        headers=headers,
-        has_body=not message.end_of_stream,
-    )
+    return RequestHead(method, path.partition("?")[0], headers, has_body=not message.end_of_stream)
 
 
 def allowed_subset(metadata: pb.Metadata) -> frozenset[str] | None:
@@ -178,15 +155,14 @@ def ends_answer(message: pb.ProcessingRequest) -> bool:
     return ended or message.HasField("response_trailers")
 
 
-def error_answer(error: ContextCacheError, *, request_id: str) -> pb.ProcessingResponse:
-    """Answer the client with the error's status and body, as the HTTP front does."""
-    headers = {**dict(answer_headers(error)), REQUEST_ID_HEADER: request_id}
+def error_answer(answer: ErrorAnswer, *, request_id: str) -> pb.ProcessingResponse:
+    """Answer the client with an error, as the HTTP front does."""
     return pb.ProcessingResponse(
         immediate_response=pb.ImmediateResponse(
-            status=pb.HttpStatus(code=error.http_status),
-            headers=header_mutation(headers, ()),
-            body=error_body(error),
-            details=error.code,
+            status=pb.HttpStatus(code=answer.status),
+            headers=header_mutation({**dict(answer.headers), REQUEST_ID_HEADER: request_id}, ()),
+            body=answer.body,
+            details=answer.code,
         )
     )
 

@@ -22,9 +22,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
-from contextcache.errors import ContextCacheError, InvalidRequest, NoReadyEndpoint, PathNotFound, error_body
-from contextcache.process.logs import traceback_without_messages
-from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer, fail
+from contextcache.errors import ContextCacheError, InvalidRequest, NoReadyEndpoint, PathNotFound
+from contextcache.wire.tracing import TRACEPARENT, fail
 from gateway.console.pages import console_router
 from gateway.flows import REQUEST_ID_HEADER, Admission, Forward, Gateway
 from gateway.fronts import (
@@ -34,20 +33,17 @@ from gateway.fronts import (
     CORS_METHODS,
     CORS_POD_HEADERS,
     ClientGone,
+    ErrorAnswer,
     ReadyState,
-    answer_headers,
     describe,
-    log_refusal,
     mint_request_id,
     plain_request_id,
 )
 from gateway.http import routes
 from gateway.http.carrier import Broken, Carrier, ConnectFailed, ConnectTimedOut
 from gateway.http.exchange import Exchange
-from gateway.metrics import Metrics
 from gateway.paths import Kind, own_path
-from gateway.pods.endpoints import WatchedEndpoints
-from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits
+from gateway.tenants.limits import HeldBody
 
 log = logging.getLogger(__name__)
 
@@ -62,39 +58,23 @@ _LATE_CONNECTS_MAX = 3
 class HttpFront(FastAPI):
     """An ASGI application; errors of every kind leave it in one shape."""
 
-    def __init__(  # noqa: PLR0913  # one place is told everything, by name
-        self,
-        *,
-        gateway: Gateway,
-        endpoints: WatchedEndpoints,
-        carrier: Carrier,
-        ready_state: ReadyState,
-        tenants: TenantLimits,
-        limits: FrontLimits,
-        metrics: Metrics,
-        tracer: Tracer = NO_TRACER,
-        cors_origins: Collection[str] = (),
-        console: bool = True,
-    ) -> None:
-        """`tenants`: of the process, for the other front too; `cors_origins`: of pages that may call."""
+    def __init__(self, gateway: Gateway, *, carrier: Carrier) -> None:
         # No page over the document: its scripts would come from elsewhere, onto the console's origin.
         pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}
         super().__init__(title="context-cache", description=routes.DESCRIPTION, redirect_slashes=False, **pages)
+        parts = gateway.parts
         self.gateway = gateway
-        self.ready_state = ready_state
-        self.metrics = metrics
-        self._endpoints = endpoints
+        self.parts = parts
+        self.ready_state = ReadyState(parts)
         self._carrier = carrier
-        self._tenants = tenants
-        self._limits = limits
         self._control_limits = replace(
-            limits,
-            max_body_bytes=min(limits.max_body_bytes, _CONTROL_BYTES_MAX),
-            body_timeout_s=min(limits.body_timeout_s, _CONTROL_BODY_S),
+            parts.limits,
+            max_body_bytes=min(parts.limits.max_body_bytes, _CONTROL_BYTES_MAX),
+            body_timeout_s=min(parts.limits.body_timeout_s, _CONTROL_BODY_S),
         )
-        self._tracer = tracer
-        self._cors = _Cors(self._serve, cors_origins)
-        for router in (routes.contexts, routes.turns, routes.operations, *((console_router(),) if console else ())):
+        self._cors = _Cors(self._serve, parts.settings.cors_origins)
+        console = (console_router(),) if parts.settings.console else ()
+        for router in (routes.contexts, routes.turns, routes.operations, *console):
             self.include_router(router)
         for kind in (ContextCacheError, RequestValidationError, HTTPException, Exception):
             self.add_exception_handler(kind, _typed_answer)
@@ -117,20 +97,13 @@ class HttpFront(FastAPI):
         except Broken as exc:
             # Returning without the last message breaks the client's connection: there must be no clean end.
             log.warning("answer cut off", extra={"request_id": exchange.request_id, "error": exc.message})
-        except ContextCacheError as exc:
-            log_refusal(exc, request_id=exchange.request_id)
-            await exchange.send_error(exc)
-        except Exception as exc:  # noqa: BLE001  # the boundary of a request
-            # The boundary of a request: a fault of ours costs one answer, in the shape of every other error.
-            raised = traceback_without_messages(exc)
-            fields = {"request_id": exchange.request_id, "exception": raised}
-            log.error("request failed", extra=fields)  # noqa: TRY400  # its message may quote the request
-            await exchange.send_error(ContextCacheError("the gateway failed"))
+        except Exception as exc:  # noqa: BLE001  # a fault of ours costs one answer, in the shape of every other error
+            await exchange.send_error(ErrorAnswer.of(exc, request_id=exchange.request_id))
         self._ended(exchange, started_s)
 
     def _ended(self, exchange: Exchange, started_s: float) -> None:
         if exchange.status is not None and exchange.kind != Kind.OWN.value:
-            self.metrics.requests.labels(exchange.kind, str(exchange.status)).inc()
+            self.parts.metrics.requests.labels(exchange.kind, str(exchange.status)).inc()
         if log.isEnabledFor(logging.DEBUG):
             duration_ms = round((time.monotonic() - started_s) * 1000, 1)
             fields = {"request_id": exchange.request_id, "status": exchange.status, "duration_ms": duration_ms}
@@ -146,10 +119,11 @@ class HttpFront(FastAPI):
             await super().__call__(scope, exchange.receive, exchange.send)
             return
         parent = exchange.headers.get(TRACEPARENT, "")
-        with self._tracer.span(f"gateway {kind.value}", kind=SpanKind.SERVER, parent=parent) as span:
+        with self.parts.tracer.span(f"gateway {kind.value}", kind=SpanKind.SERVER, parent=parent) as span:
             span.set_attribute("contextcache.request_id", exchange.minted_id)
-            admission = self.gateway.admit(kind, exchange.headers, path=exchange.path, request_id=exchange.minted_id)
-            with self.gateway.in_flight(admission):
+            with self.gateway.admitted(
+                kind, exchange.headers, path=exchange.path, request_id=exchange.minted_id
+            ) as admission:
                 await (self._control if kind is Kind.CONTROL else self._carry)(admission, exchange)
             if exchange.status is not None:
                 span.set_attribute("http.response.status_code", exchange.status)
@@ -158,14 +132,14 @@ class HttpFront(FastAPI):
 
     async def _control(self, admission: Admission, exchange: Exchange) -> None:
         """Have a route answer, the small body that some calls have in its hand."""
-        with HeldBody(self._tenants, admission.tenant, self._control_limits) as held:
+        with HeldBody(self.parts.tenants, admission.tenant, self._control_limits) as held:
             body = b""
             if exchange.method in {"PATCH", "POST"}:
                 body = await exchange.read_body(held)
             exchange.scope["state"] = {
                 "tenant": admission.tenant,
-                "key": admission.key,
-                "operator": admission.operator,
+                "key": admission.caller.key,
+                "operator": admission.caller.operator,
                 "request_id": exchange.request_id,
                 "body": body,
             }
@@ -173,12 +147,12 @@ class HttpFront(FastAPI):
 
     async def _carry(self, admission: Admission, exchange: Exchange) -> None:
         """Take the body in, choose the pod, and carry there."""
-        with HeldBody(self._tenants, admission.tenant, self._limits) as held:
+        with HeldBody(self.parts.tenants, admission.tenant, self.parts.limits) as held:
             body = await exchange.read_body(held)
             before_s = time.perf_counter()
             forward = await self.gateway.route(admission, body)
             exchange.kind = forward.kind.value
-            self.metrics.route_seconds.labels(exchange.kind).observe(time.perf_counter() - before_s)
+            self.parts.metrics.route_seconds.labels(exchange.kind).observe(time.perf_counter() - before_s)
             describe(get_current_span(), forward)
             await self._carry_to_any(forward, body, exchange)
 
@@ -188,7 +162,7 @@ class HttpFront(FastAPI):
         while True:
             name = forward.endpoint.name
             try:
-                with self._endpoints.carrying(name, forward.query.counted_tenant):
+                with self.parts.endpoints.carrying(name, forward.query.counted_tenant):
                     forget_sent = self.gateway.sent(forward)
                     try:
                         await self._carrier.carry(forward, body, exchange)
@@ -280,18 +254,13 @@ async def _refuse_protocol(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def _typed_answer(request: Request, exc: Exception) -> Response:
     """Answer an error of a route, or what FastAPI says of a request."""
-    error = _typed(exc)
-    log_refusal(error, request_id=getattr(request.state, "request_id", ""))
-    return Response(error_body(error), status_code=error.http_status, headers=dict(answer_headers(error)))
+    answer = ErrorAnswer.of(_typed(exc), request_id=getattr(request.state, "request_id", ""))
+    return Response(answer.body, status_code=answer.status, headers=dict(answer.headers))
 
 
-def _typed(exc: Exception) -> ContextCacheError:
-    if isinstance(exc, ContextCacheError):
-        return exc
+def _typed(exc: Exception) -> Exception:
     if isinstance(exc, RequestValidationError):
         first = exc.errors()[0]
         name = str(first["loc"][-1])
         return InvalidRequest(f"{name}: {first['msg']}", param=name)
-    if isinstance(exc, HTTPException):
-        return PathNotFound("no such path")
-    return ContextCacheError("the gateway failed")
+    return PathNotFound("no such path") if isinstance(exc, HTTPException) else exc

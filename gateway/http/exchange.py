@@ -7,46 +7,24 @@ from contextlib import suppress
 
 from starlette.types import Message, Receive, Scope, Send
 
-from contextcache.errors import (
-    BodyTooLarge,
-    ContextCacheError,
-    NoReadyEndpoint,
-    TooManyInFlight,
-    UploadTooSlow,
-    error_body,
-)
+from contextcache.errors import BodyTooLarge, NoReadyEndpoint, TooManyInFlight, UploadTooSlow
 from contextcache.requests import joined_headers
 from gateway.flows import REQUEST_ID_HEADER
-from gateway.fronts import (
-    REFUSED,
-    ClientGone,
-    answer_headers,
-    header_text,
-    mint_request_id,
-    plain_request_id,
-)
+from gateway.fronts import ClientGone, ErrorAnswer, FrontRequest, header_text
 from gateway.tenants.limits import HeldBody
 
 
-class Exchange:
+class Exchange(FrontRequest):
     """One request and its answer. Every answer gets `x-request-id`."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self.receive = receive
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        """Decoded: what the pod's router will see too."""
         self.raw_headers: list[tuple[str, str]] = [
             (name.decode("latin-1").lower(), header_text(value)) for name, value in scope["headers"]
         ]
-        self.headers = joined_headers(self.raw_headers)
-        self.minted_id = mint_request_id()
-        """Names the request among our parts; never the client's choice."""
-        self.request_id = plain_request_id(self.headers) or self.minted_id
-        """Names the request in answers and towards the engine: the client's own id when it sent a plain one."""
-        self.kind = REFUSED
-        """What it is counted under."""
+        # The path is decoded, as the pod's router will see it too.
+        super().__init__(scope["method"], scope["path"], joined_headers(self.raw_headers))
         self.status: int | None = None
         """Status sent; None until the answer has started."""
         self._send = send
@@ -59,13 +37,6 @@ class Exchange:
         # Some servers put the query into raw_path as well.
         path = raw.partition(b"?")[0].decode("latin-1")
         return f"{path}?{query.decode('latin-1')}" if query else path
-
-    @property
-    def declared_bytes(self) -> int:
-        """Size of the body as the client says; 0 when it does not."""
-        declared = self.headers.get("content-length", "")
-        # No size has more digits than these, and Python refuses to read thousands of them.
-        return int(declared[:20]) if declared.isdecimal() else 0
 
     async def read_body(self, held: HeldBody) -> bytes:
         """Return the whole body, which is in `held` then.
@@ -113,11 +84,10 @@ class Exchange:
         """Send the head of the answer."""
         await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
-    async def send_error(self, error: ContextCacheError) -> None:
-        """Answer with the error's status and body, unless an answer has begun."""
+    async def send_error(self, answer: ErrorAnswer) -> None:
+        """Send the answer, unless another one has begun."""
         if self.status is not None:
             return
-        body = error_body(error)
-        headers = [(name.encode(), value.encode()) for name, value in answer_headers(error)]
-        await self.start(error.http_status, [*headers, (b"content-length", str(len(body)).encode())])
-        await self.send({"type": "http.response.body", "body": body})
+        headers = [(name.encode(), value.encode()) for name, value in answer.headers]
+        await self.start(answer.status, [*headers, (b"content-length", str(len(answer.body)).encode())])
+        await self.send({"type": "http.response.body", "body": answer.body})

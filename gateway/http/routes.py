@@ -22,6 +22,7 @@ from contextcache.model import MAX_LIST_LIMIT, TenantId
 from contextcache.names import KEPT_PREFIX, check_generation
 from contextcache.terms import read_generation, read_if_match, read_session_id, read_terms
 from gateway.contexts import NewFork
+from gateway.deployment import deployment_view, model_seen_s
 from gateway.flows import Gateway
 from gateway.fronts import ReadyState
 from gateway.http.models import (
@@ -350,7 +351,7 @@ async def list_contexts(
     """List the tenant's live contexts, newest first."""
     if kind == "kept":
         return kept_list(await gateway.kept.page(tenant, limit=limit, after=after))
-    return context_list(await gateway.list_contexts(tenant, limit=limit, after=after, model=model))
+    return context_list(await gateway.contexts.page(tenant, limit=limit, after=after, model=model))
 
 
 @contexts.get(
@@ -363,7 +364,7 @@ async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: Sessio
     if session_id.startswith(KEPT_PREFIX):
         kept, unreachable = await gateway.kept.read(tenant, session_id)
         return {**kept_object(kept), "unreachable": list(unreachable)}
-    return context_read(*await gateway.read(tenant, session_id))
+    return context_read(*await gateway.contexts.read(tenant, session_id))
 
 
 @contexts.patch(
@@ -425,7 +426,7 @@ async def read_model(
     ],
 ) -> ModelObject:
     """Describe one served model in OpenAI's format."""
-    return {"id": model, "object": "model", "created": gateway.model_seen_s(model), "owned_by": "vllm"}
+    return {"id": model, "object": "model", "created": model_seen_s(gateway.parts, model), "owned_by": "vllm"}
 
 
 @contexts.get(
@@ -451,7 +452,7 @@ async def read_usage(
     if of not in {"", tenant}:
         _check_operator(request, "this key may read the usage of its own tenant only")
     first_day, last_day = (None if day is None else (day - _EPOCH).days for day in (from_, to))
-    report = await gateway.usage(of or tenant, first_day=first_day, last_day=last_day)
+    report = await gateway.contexts.usage(of or tenant, first_day=first_day, last_day=last_day)
     return usage_of_tenant(of or tenant, report, operator=request.state.operator)
 
 
@@ -468,7 +469,7 @@ async def read_deployment(
 ) -> DeploymentObject:
     """Return the pods and tenants in the view of this gateway. Needs an operator's key."""
     _check_operator(request, "only an operator's key may read the deployment")
-    return deployment_object(gateway.deployment.view(limit=limit, after=after))
+    return deployment_object(deployment_view(gateway.parts, limit=limit, after=after))
 
 
 def _check_operator(request: Request, refusal: str) -> None:
@@ -487,7 +488,7 @@ async def delete_context(gateway: AskedGateway, tenant: Tenant, session_id: Sess
         unreachable = list(await gateway.kept.delete(tenant, session_id))
         status: Literal["success", "partial"] = "partial" if unreachable else "success"
         return {"session_id": session_id, "status": status, "unreachable": unreachable}
-    await gateway.delete(tenant, session_id)
+    await gateway.contexts.delete(tenant, session_id)
     return {"session_id": session_id, "status": "success"}
 
 
@@ -522,5 +523,5 @@ async def readyz(request: Request) -> Response:
 )
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
-    counted: Metrics = request.app.metrics
+    counted: Metrics = request.app.parts.metrics
     return Response(generate_latest(counted.registry), media_type=CONTENT_TYPE_LATEST)

@@ -18,9 +18,9 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints, repeat
 from gateway.pods.state import Endpoint
-from gateway.ports import SessionDirectory
 
 if TYPE_CHECKING:
+    from context_manager.client import ContextManagerClient
     from kv_sidecar.client import KVSidecarClient
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Holders:
     def __init__(
         self,
         endpoints: WatchedEndpoints,
-        directory: SessionDirectory,
+        manager: ContextManagerClient,
         connect: Callable[[str], KVSidecarClient],
         *,
         clock: Clock,
@@ -84,7 +84,7 @@ class Holders:
     ) -> None:
         """`connect` makes a client of a gRPC address, without waiting."""
         self._endpoints = endpoints
-        self._directory = directory
+        self._manager = manager
         self._connect = connect
         self._clock = clock
         self._metrics = metrics
@@ -143,7 +143,7 @@ class Holders:
 
         async def pulled(client: KVSidecarClient) -> str | None:
             if session.holders is not None and to.name not in session.holders:
-                await self._directory.note_holder(session.tenant, session.session_id, holder=to.name)
+                await self._manager.note_holder(session.tenant, session.session_id, holder=to.name)
             if holder is None or not holder.sidecar:
                 return ""  # no pod to pull from
             return await client.pull_context(session.tenant, session.cache_refs, peer=holder.sidecar)

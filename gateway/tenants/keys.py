@@ -12,7 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,6 @@ from contextcache.names import KEY_NAME_PATTERN, TENANT_PATTERN
 from contextcache.process.reloaded import Reloaded, read_bounded
 from gateway.kept import Plain
 from gateway.metrics import Metrics
-from gateway.ports import Caller
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +47,23 @@ _FILE_BYTES_MAX = 16 << 20
 _NAME_CHARS = 8
 """Of a digest that stands for the name of a key without one."""
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Sender of a request, and the settings of their key."""
+
+    tenant: TenantId
+    context_mode: ContextMode | None = None
+    """Default of requests that name no mode; None: the key sets none."""
+    plain: Plain = Plain.OFF
+    """Treatment of requests without a context."""
+    usage: UsageFormat | None = None
+    """Default format of usage; None: the key sets none."""
+    key: str = ""
+    """Name of the key in usage reports; empty: there are no keys."""
+    operator: bool = False
+    """True: the key may read the deployment, and the usage of any tenant."""
 
 
 _ANYBODY = Caller(DEFAULT_TENANT, operator=True)

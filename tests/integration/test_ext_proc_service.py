@@ -21,7 +21,6 @@ from contextcache.identity import IDENTITY_HEADER, verify_identity
 from gateway.envoy.front import EnvoyFront
 from gateway.envoy.server import LIVENESS, READINESS, SERVICE_NAME, ExtProcServer
 from gateway.tenants.keys import SingleTenant
-from gateway.tenants.limits import FrontLimits
 from tests.kit.ext_proc import DUPLEX, Answer, ExtProcClient, body, head
 from tests.kit.gateway_parts import SECRET, GatewayParts
 from tests.kit.gateway_server import DEADLINE_S, running_gateway, settings_for
@@ -73,13 +72,7 @@ async def processor(*, is_ready=lambda: True, budget_bytes=1 << 20):
 
 
 def front_of(parts) -> EnvoyFront:
-    return EnvoyFront(
-        gateway=parts.gateway,
-        endpoints=parts.endpoints,
-        tenants=parts.tenants,
-        limits=FrontLimits(),
-        metrics=parts.metrics,
-    )
+    return EnvoyFront(parts.gateway)
 
 
 async def health_of(client, *names) -> list[int]:

@@ -31,7 +31,6 @@ from contextcache.wire.tls import WatchedTls
 from gateway.envoy.front import EnvoyFront
 from gateway.envoy.server import ExtProcServer
 from gateway.tenants.keys import SingleTenant
-from gateway.tenants.limits import FrontLimits
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.moving.peer import PeerSidecar
 from kv_sidecar.server import serve
@@ -74,13 +73,7 @@ async def running_sidecar(certificates, directory):
 @asynccontextmanager
 async def running_processor(tls):
     parts = GatewayParts(SingleTenant())
-    front = EnvoyFront(
-        gateway=parts.gateway,
-        endpoints=parts.endpoints,
-        tenants=parts.tenants,
-        limits=FrontLimits(),
-        metrics=parts.metrics,
-    )
+    front = EnvoyFront(parts.gateway)
     server = ExtProcServer(front, listen="127.0.0.1:0", max_body_bytes=1 << 20, is_ready=lambda: True, tls=tls)
     await server.start()
     yield server.port

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -15,13 +16,16 @@ from context_manager.metrics import ManagerMetrics
 from contextcache.clock import ManualClock
 from contextcache.errors import StoreUnavailable
 from contextcache.model import Manifest, NewSession, Segment, SegmentKind, TurnCommit, plain_group
-from gateway.flows import Gateway, GatewayRules
+from contextcache.wire.tracing import NO_TRACER
+from gateway.flows import Gateway
 from gateway.metrics import Metrics
+from gateway.parts import Parts
 from gateway.pods.endpoints import Health, WatchedEndpoints
 from gateway.pods.sidecars import Holders
 from gateway.pods.state import Endpoint
+from gateway.settings import GatewaySettings
 from gateway.tenants.keys import hash_key
-from gateway.tenants.limits import TenantLimits
+from gateway.tenants.limits import FrontLimits, TenantLimits
 from tests.kit.memory_sidecar import MemorySidecar
 
 SECRET = b"s" * 32
@@ -101,7 +105,7 @@ class Pods:
 class GatewayParts:
     """A Gateway with everything around it within reach. Pods `pod-a` and `pod-b` become ready with `probe`."""
 
-    def __init__(self, authenticator, *, pods=("pod-a", "pod-b"), limits=None, **rules):
+    def __init__(self, authenticator, *, pods=("pod-a", "pod-b"), limits=None, **settings):
         self.clock = ManualClock()
         self.refusals: Counter[str] = Counter()
         self.tenants = TenantLimits(
@@ -115,17 +119,34 @@ class GatewayParts:
         self.endpoints = WatchedEndpoints(
             endpoints, self.probe, metrics=self.metrics, clock_s=lambda: self.clock.now_ms() / 1000, rng=Random(0)
         )
-        self.gateway = Gateway(
-            authenticator=authenticator,
-            directory=self.directory,
+        settings = GatewaySettings(
+            secret_file="secret", endpoints=[{"name": one.name, "url": one.url} for one in endpoints], **settings
+        )
+        parts = Parts(
+            settings=settings,
+            secret=SECRET,
+            clock=self.clock,
+            metrics=self.metrics,
+            tracer=NO_TRACER,
+            tls=None,
+            keys=authenticator,
+            tenants=self.tenants,
+            limits=FrontLimits(settings.max_body_bytes),
             endpoints=self.endpoints,
             holders=Holders(
                 self.endpoints, self.directory, self.sidecars.__getitem__, clock=self.clock, metrics=self.metrics
             ),
-            clock=self.clock,
-            rules=GatewayRules(secret=SECRET, **rules),
-            tenants=self.tenants,
+            manager=self.directory,
         )
+        self.gateway = Gateway(parts)
+
+    def set(self, **settings) -> None:
+        """Change settings of the gateway."""
+        self.gateway = self.with_parts(settings=self.gateway.parts.settings.model_copy(update=settings))
+
+    def with_parts(self, **changed) -> Gateway:
+        """Return a gateway of the same parts, except for those that are given."""
+        return Gateway(replace(self.gateway.parts, **changed))
 
 
 def manifest_of(session_id: str, *, tenant="demo", cache_ref=REF, size_bytes=4096) -> Manifest:

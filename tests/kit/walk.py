@@ -95,13 +95,14 @@ async def walks(directory: Path) -> dict[str, Walk]:
         await manager.add("ctx_walk")
         settings = settings_for(directory, {"pod-a": engine}, manager_port=manager.port)
         async with gateway_app(settings, registry=CollectorRegistry()) as app:
-            await app.endpoints.looked.wait()
+            front = getattr(app, "front", app)  # before the fronts shared their parts: an object with both
+            await (front.gateway.parts if front is app else app).endpoints.looked.wait()
             for call in (CREATE, TURN, PATCH):  # caches are full, and connections open
-                await _walk(app.front, *call)
+                await _walk(front, *call)
             return {
-                "POST /v1/context": await _walk(app.front, *CREATE),
-                "a turn: POST /v1/completions with session_id": await _walk(app.front, *TURN),
-                "PATCH /v1/context/{id}": await _walk(app.front, *PATCH),
+                "POST /v1/context": await _walk(front, *CREATE),
+                "a turn: POST /v1/completions with session_id": await _walk(front, *TURN),
+                "PATCH /v1/context/{id}": await _walk(front, *PATCH),
             }
     finally:
         await engine.stop()

@@ -24,7 +24,7 @@ async def parts(tmp_path):
 @pytest.fixture
 async def salting(tmp_path):
     """As `parts`, with stateless completions salted."""
-    return await _ready(tmp_path, salts_stateless=True)
+    return await _ready(tmp_path, salt_stateless=True)
 
 
 @pytest.fixture

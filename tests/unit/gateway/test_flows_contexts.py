@@ -16,7 +16,7 @@ async def test_a_context_is_described_with_its_kv(parts):
     parts.sidecars["pod-a"].keep(manifest_of("ctx_1", size_bytes=4096), tier="disk")
     created = parts.clock.now_ms() // 1000
 
-    assert context_read(*await parts.gateway.read("demo", "ctx_1")) == {
+    assert context_read(*await parts.gateway.contexts.read("demo", "ctx_1")) == {
         "object": "context",
         "session_id": "ctx_1",
         "model": "stub-model",
@@ -48,7 +48,7 @@ async def test_a_context_that_is_read_tells_what_its_last_turns_took(parts):
         TurnCommit("demo", "ctx_1", "turn", 1, 1, (), REF, "pod-a", receipt=told),
     )
 
-    (shown,) = context_read(*await parts.gateway.read("demo", "ctx_1"))["recent_turns"]
+    (shown,) = context_read(*await parts.gateway.contexts.read("demo", "ctx_1"))["recent_turns"]
     assert shown == {
         "generation": 2,
         "at": row.created_at_ms // 1000,
@@ -66,7 +66,7 @@ async def test_a_context_that_is_read_tells_what_its_last_turns_took(parts):
 
 
 async def kv_of(parts, session_id="ctx_1"):
-    _, kv, _ = await parts.gateway.read("demo", session_id)
+    _, kv, _ = await parts.gateway.contexts.read("demo", session_id)
     return kv.state, kv.size_bytes, kv.tier
 
 
@@ -90,7 +90,7 @@ async def test_kv_that_is_being_saved_is_pending_however_long_it_takes(parts):
 async def test_kv_that_was_given_up_is_absent_at_once_and_says_why(parts):
     await parts.directory.add("ctx_1", holder="pod-a")
     parts.sidecars["pod-a"].fail("demo", REF, "staging_full")
-    found = context_read(*await parts.gateway.read("demo", "ctx_1"))
+    found = context_read(*await parts.gateway.contexts.read("demo", "ctx_1"))
 
     assert found["holder"] == {"endpoint": "pod-a", "state": "absent", "reason": "staging_full"}
 
@@ -123,8 +123,8 @@ async def test_a_list_has_the_tenants_own_contexts_newest_first_in_pages(parts):
         await parts.directory.add(f"ctx_{number}")
         parts.clock.advance(s=1)
     await parts.directory.add("ctx_foreign", tenant="other")
-    first = context_list(await parts.gateway.list_contexts("demo", limit=2))
-    second = context_list(await parts.gateway.list_contexts("demo", limit=2, after=first["last_id"]))
+    first = context_list(await parts.gateway.contexts.page("demo", limit=2))
+    second = context_list(await parts.gateway.contexts.page("demo", limit=2, after=first["last_id"]))
 
     assert [found["session_id"] for found in first["data"]] == ["ctx_2", "ctx_1"]
     assert (first["object"], first["has_more"], first["last_id"]) == ("list", True, "ctx_1")
@@ -135,10 +135,10 @@ async def test_a_list_has_the_tenants_own_contexts_newest_first_in_pages(parts):
 async def test_a_list_can_be_of_one_model(parts):
     await parts.directory.add("ctx_1", model="a")
     await parts.directory.add("ctx_2", model="b")
-    found = await parts.gateway.list_contexts("demo", limit=10, model="b")
+    found = await parts.gateway.contexts.page("demo", limit=10, model="b")
 
     assert [session.session_id for session in found.sessions] == ["ctx_2"]
-    assert context_list(await parts.gateway.list_contexts("demo", limit=10, model="c")) == {
+    assert context_list(await parts.gateway.contexts.page("demo", limit=10, model="c")) == {
         "object": "list",
         "data": [],
         "has_more": False,
@@ -167,7 +167,7 @@ async def test_a_delete_asks_only_where_kv_may_be(fleet):
     await fleet.directory.add("ctx_1", tenant="default", holder="pod-7")
     await fleet.directory.note_holder("default", "ctx_1", holder="pod-100")
     await fleet.directory.note_holder("default", "ctx_1", holder="pod-of-yesterday")
-    await fleet.gateway.delete("default", "ctx_1")
+    await fleet.gateway.contexts.delete("default", "ctx_1")
 
     assert unreachable(fleet) == {"pod-7", "pod-100"}
 
@@ -182,7 +182,7 @@ async def test_a_delete_asks_all_where_nobody_knows(fleet):
     await fleet.directory.add("ctx_odd", tenant="default", holder="engine-0")
     for name in ("ctx_new", "ctx_many", "ctx_odd"):
         fleet.metrics.unreachable_deletes.clear()
-        await fleet.gateway.delete("default", name)
+        await fleet.gateway.contexts.delete("default", name)
 
         assert len(unreachable(fleet)) == 200
 
@@ -193,22 +193,22 @@ async def test_a_delete_removes_the_row_and_the_kv_at_every_sidecar_it_was_at(pa
     parts.sidecars["pod-a"].keep(manifest_of("ctx_1", size_bytes=100))
     parts.sidecars["pod-b"].keep(manifest_of("ctx_1", cache_ref=PREVIOUS_REF, size_bytes=10))
 
-    await parts.gateway.delete("demo", "ctx_1")
+    await parts.gateway.contexts.delete("demo", "ctx_1")
 
     assert parts.metrics.registry.get_sample_value("contextcache_gateway_freed_bytes_total") == 110
     for name, ref in (("pod-a", REF), ("pod-b", PREVIOUS_REF)):
         with pytest.raises(CacheRefNotFound):
             await parts.sidecars[name].get_manifest("demo", ref)
     with pytest.raises(ContextNotFound):
-        await parts.gateway.delete("demo", "ctx_1")
+        await parts.gateway.contexts.delete("demo", "ctx_1")
     with pytest.raises(ContextNotFound):
-        await parts.gateway.read("demo", "ctx_1")
+        await parts.gateway.contexts.read("demo", "ctx_1")
 
 
 async def test_a_delete_succeeds_without_the_sidecars(parts):
     await parts.directory.add("ctx_1")
     parts.sidecars["pod-a"].down = True
-    await parts.gateway.delete("demo", "ctx_1")
+    await parts.gateway.contexts.delete("demo", "ctx_1")
 
     missed = parts.metrics.registry.get_sample_value(
         "contextcache_gateway_unreachable_deletes_total", {"endpoint": "pod-a"}
@@ -221,7 +221,7 @@ async def test_a_delete_without_the_store_touches_no_kv(parts):
     parts.sidecars["pod-a"].keep(manifest_of("ctx_1"))
     parts.directory.down = True
     with pytest.raises(StoreUnavailable):
-        await parts.gateway.delete("demo", "ctx_1")
+        await parts.gateway.contexts.delete("demo", "ctx_1")
 
     assert await parts.sidecars["pod-a"].get_manifest("demo", REF)
 
@@ -229,12 +229,12 @@ async def test_a_delete_without_the_store_touches_no_kv(parts):
 @pytest.mark.parametrize("session_id", ["ctx_1", "ctx_none", "not an id", "x" * 200])
 async def test_foreign_unknown_and_impossible_ids_get_one_answer(parts, session_id):
     await parts.directory.add("ctx_1")
-    for call in (parts.gateway.read, parts.gateway.delete):
+    for call in (parts.gateway.contexts.read, parts.gateway.contexts.delete):
         with pytest.raises(ContextNotFound) as caught:
             await call("other", session_id)
 
         assert caught.value.message == "no context has this session_id"
-    assert (await parts.gateway.read("demo", "ctx_1"))[0].session_id == "ctx_1"
+    assert (await parts.gateway.contexts.read("demo", "ctx_1"))[0].session_id == "ctx_1"
 
 
 def _commit(session_id):
@@ -245,7 +245,7 @@ async def test_an_empty_page_says_where_to_go_on(parts, monkeypatch):
     page = SessionPage((), has_more=True, last_id="ctx_7")
     monkeypatch.setattr(parts.directory, "list_sessions", lambda *_, **__: asyncio.sleep(0, page))
 
-    assert context_list(await parts.gateway.list_contexts("demo", limit=10, model="rare")) == {
+    assert context_list(await parts.gateway.contexts.page("demo", limit=10, model="rare")) == {
         "object": "list",
         "data": [],
         "has_more": True,
@@ -264,7 +264,7 @@ async def test_of_one_tenant_s_usage_only_so_much_is_read_at_a_time(parts, monke
     monkeypatch.setattr(parts.directory, "read_usage", read_usage, raising=False)
 
     def read(tenant):
-        return asyncio.create_task(parts.gateway.usage(tenant, first_day=None, last_day=None))
+        return asyncio.create_task(parts.gateway.contexts.usage(tenant, first_day=None, last_day=None))
 
     reads = [read("demo") for _ in range(4)]
     await asyncio.sleep(0)

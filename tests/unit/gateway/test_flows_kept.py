@@ -10,11 +10,10 @@ from contextcache.beginning import first_messages
 from contextcache.claim import TURN_PATHS
 from contextcache.errors import InvalidRequest
 from contextcache.identity import IDENTITY_HEADER, TENANT_HEADER, verify_identity
-from gateway.app import _rules
 from gateway.kept import LABEL_HEADERS, Plain
 from gateway.paths import Kind
-from gateway.ports import Caller
 from gateway.settings import GatewaySettings
+from gateway.tenants.keys import Caller
 from tests.kit.gateway_parts import SECRET
 
 
@@ -28,7 +27,7 @@ HEAD = [{"role": "system", "content": "You are an agent."}, {"role": "user", "co
 
 
 def says(parts, plain, tenant="keeper"):
-    parts.gateway._authenticator.caller_of = lambda headers: Caller(tenant, None, plain)
+    parts.gateway.parts.keys.caller_of = lambda headers: Caller(tenant, None, plain)
 
 
 async def route(parts, body, *, path=CHAT, **headers):
@@ -70,7 +69,7 @@ async def test_nothing_is_signed_for_a_key_or_a_request_that_does_not_keep(parts
 
 async def test_a_deployment_may_allow_less_than_a_key_says(parts):
     says(parts, Plain.KEEP)
-    object.__setattr__(parts.gateway._rules, "plain_max", Plain.ROUTE)
+    parts.set(plain_max="route")
     assert (await chat(parts)).set_headers.keys() == {TENANT_HEADER}
 
 
@@ -103,11 +102,9 @@ async def test_codex_names_its_conversation_in_the_body(parts):
     assert group(parts, one) == group(parts, two)
 
 
-async def test_an_operator_s_own_label_comes_before_those_of_known_clients(parts, tmp_path):
+async def test_an_operator_s_own_label_comes_before_those_of_known_clients(parts):
     says(parts, Plain.KEEP)
-    found = settings(tmp_path, label_headers=["x-thread"], plain_max="route")
-    assert (_rules(found).label_headers, _rules(found).plain_max) == (("x-thread",), Plain.ROUTE)
-    object.__setattr__(parts.gateway._rules, "label_headers", ("x-thread",))
+    parts.set(label_headers=("x-thread",))
     both = [await chat(parts, x_thread="t1", x_session_id=number) for number in ("s1", "s2")]
     other = await chat(parts, x_thread="t2", x_session_id="s1")
     assert len({group(parts, forward) for forward in both}) == 1

@@ -19,7 +19,7 @@ from gateway.flows import ROUTING_HEADERS, SALTED_PATHS
 from gateway.kept import Plain
 from gateway.paths import Kind
 from gateway.pods.endpoints import Health
-from gateway.ports import Caller
+from gateway.tenants.keys import Caller
 from tests.kit.gateway_parts import KEY, OTHER_KEY, SECRET, as_told
 
 CHAT = "/v1/chat/completions"
@@ -47,7 +47,7 @@ async def test_a_stateless_request_is_untouched_and_costs_no_look_up(parts):
 @pytest.mark.parametrize(("mode", "usage"), [(None, None), *zip(ContextMode, cycle(UsageFormat), strict=False)])
 async def test_what_a_key_says_of_its_requests_is_signed_for_the_pod(parts, mode, usage):
     await parts.directory.add("ctx_1")
-    parts.gateway._authenticator.caller_of = lambda headers: Caller("demo", mode, usage=usage)
+    parts.gateway.parts.keys.caller_of = lambda headers: Caller("demo", mode, usage=usage)
     turn = await route(parts, {"prompt": "x", "session_id": "ctx_1"})
     create = await route(parts, {"prompt": "x"}, path="/v1/context")
 
@@ -83,7 +83,7 @@ async def test_only_completions_are_salted(salting):
 @pytest.mark.parametrize("plain", list(Plain))
 async def test_a_misspelt_handle_is_refused_whatever_the_key_keeps(parts, path, plain):
     """Seen to fail: 200 from a pod, without the context."""
-    parts.gateway._authenticator.caller_of = lambda headers: Caller("demo", plain=plain)
+    parts.gateway.parts.keys.caller_of = lambda headers: Caller("demo", plain=plain)
     with pytest.raises(InvalidRequest, match="unknown field `sesion_id`: did you mean `session_id`") as caught:
         await route(parts, {"model": "stub-model", "prompt": "x", "sesion_id": "chat-42"}, path=path)
 

@@ -10,9 +10,10 @@ from contextcache.errors import EndpointsSaturated, TooManyInFlight
 from contextcache.identity import tenant_tag
 from contextcache.requests import REQUESTS, SHARE
 from gateway.kept import Plain
+from gateway.paths import Kind
 from gateway.pods.endpoints import Health
 from gateway.pods.state import EngineLoad
-from gateway.ports import Caller
+from gateway.tenants.keys import Caller
 from tests.kit.gateway_parts import KEY, OTHER_KEY, SECRET, GatewayParts
 
 BODY = {"model": "stub-model", "prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}]}
@@ -24,8 +25,7 @@ ALL = [*STATELESS, *TURNS, ("/v1/context", BODY)]
 async def route(parts, path, body, key=KEY):
     head = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     kind = parts.gateway.kind_of("POST", path)
-    admission = parts.gateway.admit(kind, head, path=path, request_id="req_1")
-    with parts.gateway.in_flight(admission):
+    with parts.gateway.admitted(kind, head, path=path, request_id="req_1") as admission:
         return await parts.gateway.route(admission, json.dumps(body).encode())
 
 
@@ -83,7 +83,7 @@ async def test_every_kind_of_request_counts_for_its_tenant(parts, path, body):
 async def test_requests_that_are_kept_count_too(parts):
     await routed(parts, "/v1/completions", BODY, OTHER_KEY)
     await routed(parts, "/v1/completions", BODY, OTHER_KEY)
-    parts.gateway._authenticator.caller_of = lambda headers: Caller("demo", None, Plain.KEEP)
+    parts.gateway.parts.keys.caller_of = lambda headers: Caller("demo", None, Plain.KEEP)
 
     # One conversation stays on its pod while that is open, and goes to the other one then.
     assert await flood(parts, 600) < 150
@@ -120,7 +120,7 @@ async def test_what_asks_the_engine_for_no_work_is_neither_counted_nor_refused(p
 
 async def test_a_limit_of_requests_counts_those_that_went_to_pods(parts):
     """Seen failing before: behind Envoy only those that were being routed counted."""
-    limited = GatewayParts(parts.gateway._authenticator, limits={"requests_max": 10})
+    limited = GatewayParts(parts.gateway.parts.keys, limits={"requests_max": 10})
     await probe(limited, 4, 0, 4)
     assert await flood(limited, 50) == 50
     await probe(limited, 5, 0, 5)
@@ -131,21 +131,22 @@ async def test_a_limit_of_requests_counts_those_that_went_to_pods(parts):
 
 
 async def test_a_limit_of_all_tenants_together_refuses_those_that_have_their_share(parts):
-    limited = GatewayParts(parts.gateway._authenticator, limits={"total_requests_max": 6})
-    head = [{"authorization": f"Bearer {key}"} for key in (KEY, OTHER_KEY)]
-    first, other = (
-        limited.gateway.admit(limited.gateway.kind_of("GET", "/v1/context"), one, path="/v1/context", request_id="r")
-        for one in head
-    )
+    limited = GatewayParts(parts.gateway.parts.keys, limits={"total_requests_max": 6})
+
+    def request_of(key):
+        return limited.gateway.admitted(
+            Kind.CONTROL, {"authorization": f"Bearer {key}"}, path="/v1/context", request_id="r"
+        )
+
     with ExitStack() as open_:
         for _ in range(6):
-            open_.enter_context(limited.gateway.in_flight(first))
+            open_.enter_context(request_of(KEY))
         for _ in range(3):
             with pytest.raises(TooManyInFlight):
-                open_.enter_context(limited.gateway.in_flight(first))
-            open_.enter_context(limited.gateway.in_flight(other))
+                open_.enter_context(request_of(KEY))
+            open_.enter_context(request_of(OTHER_KEY))
         with pytest.raises(TooManyInFlight):
-            open_.enter_context(limited.gateway.in_flight(other))
+            open_.enter_context(request_of(OTHER_KEY))
 
     assert limited.refusals == {SHARE: 4}
     assert limited.tenants.is_empty()

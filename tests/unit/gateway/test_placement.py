@@ -9,8 +9,7 @@ from gateway.kept import Plain
 from gateway.paths import Kind
 from gateway.pods.endpoints import Health
 from gateway.pods.state import EngineLoad
-from gateway.ports import Caller
-from gateway.tenants.keys import SingleTenant
+from gateway.tenants.keys import Caller, SingleTenant
 from tests.kit.gateway_parts import SECRET, GatewayParts
 from tests.unit.gateway.test_flows_choice import MODELS, route, set_health
 
@@ -64,7 +63,7 @@ async def test_few_contexts_that_begin_alike_stay_together(parts):
 
 
 async def test_a_conversation_stays_on_its_pod_while_new_ones_come(parts):
-    parts.gateway._authenticator.caller_of = lambda headers: Caller("keeper", None, Plain.KEEP)
+    parts.gateway.parts.keys.caller_of = lambda headers: Caller("keeper", None, Plain.KEEP)
     pods = {}
     for turn in range(5):
         for number in range(100):

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from gateway.app import _load_limits, _rules
+from gateway.app import _load_limits
 from gateway.pods.state import Endpoint, LoadLimits
 from gateway.pods.static import endpoint_of
 from gateway.settings import GatewaySettings, is_loopback
@@ -101,10 +101,7 @@ def test_a_pod_has_everything_its_settings_say():
     assert endpoint_of(found) == Endpoint("pod-a", "http://127.0.0.1:8001", "127.0.0.1:50061", draining=True)
 
 
-def test_what_counts_as_busy_and_how_long_an_identity_lives_is_the_operators_to_say(tmp_path):
-    (tmp_path / "secret").write_bytes(b"s" * 32)
-    chosen = {"saturated_waiting": 3, "saturated_kv_usage": 0.5, "shed_waiting": 9, "identity_ttl_s": 2.5}
-    found = settings(secret_file=tmp_path / "secret", **chosen)
+def test_what_counts_as_busy_is_the_operators_to_say():
+    found = settings(saturated_waiting=3, saturated_kv_usage=0.5, shed_waiting=9)
 
     assert _load_limits(found) == LoadLimits(saturated_waiting=3, saturated_kv_usage=0.5, shed_waiting=9)
-    assert _rules(found).identity_ttl_ms == 2500

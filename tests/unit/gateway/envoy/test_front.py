@@ -30,25 +30,15 @@ QUEUED = Health(healthy=True, models=frozenset({"stub-model"}), load=EngineLoad(
 HOLDER = {"envoy.lb": {"x-gateway-destination-endpoint": "pod-b:8001"}}
 
 
-class Noted:
-    """The one thing that the front tells the endpoints."""
-
-    def __init__(self):
-        self.names = []
-
-    def note_routed(self, name: str, tenant: str | None) -> None:
-        self.names.append(name)
+def front_of(parts, *, limits=None, timeout_s=30):
+    settings = parts.gateway.parts.settings.model_copy(update={"ext_proc_timeout_s": timeout_s})
+    limits = limits or FrontLimits(max_body_bytes=1 << 18)
+    return EnvoyFront(parts.with_parts(settings=settings, limits=limits))
 
 
-def front_of(parts, *, limits=None, noted=None, **more):
-    return EnvoyFront(
-        gateway=parts.gateway,
-        endpoints=noted or Noted(),
-        tenants=parts.tenants,
-        limits=limits or FrontLimits(max_body_bytes=1 << 18),
-        metrics=parts.metrics,
-        **more,
-    )
+def routed(parts) -> list[str]:
+    """Return the pods that have had a request."""
+    return [state.endpoint.name for state in parts.endpoints.states() if state.routed_at]
 
 
 async def ask(parts, *script, front=None, **more) -> ScriptedStream:
@@ -72,10 +62,9 @@ def counted(parts, kind, status) -> float:
 
 
 async def test_a_head_that_says_enough_is_answered_without_its_body_where_the_proxy_does_not_buffer(parts):
-    noted = Noted()
     await parts.directory.add("ctx_1", holder="pod-b")
     first = head(headers={**JSON, "x-session-id": "ctx_1"}, mode=pb.BODY_SEND_MODE_STREAMED)
-    stream = await ask(parts, first, body({"prompt": "x"}), noted=noted)
+    stream = await ask(parts, first, body({"prompt": "x"}))
     answer = stream.answers[0]
 
     assert stream.events == ["<request_headers", ">request_headers"]
@@ -88,7 +77,7 @@ async def test_a_head_that_says_enough_is_answered_without_its_body_where_the_pr
     assert answer.metadata == HOLDER
     assert answer.set_headers[DESTINATION_HEADER] == "pod-b:8001"
     assert identity_of(parts, answer).session_id == "ctx_1"
-    assert (counted(parts, "turn", "routed"), noted.names) == (1, ["pod-b"])
+    assert (counted(parts, "turn", "routed"), routed(parts)) == (1, ["pod-b"])
 
 
 @pytest.mark.parametrize("named_in", ["body", "header"])
@@ -283,11 +272,10 @@ async def test_errors_of_the_body_are_answered_in_its_phase(parts, mode):
 
 
 async def test_a_fault_of_our_own_is_a_typed_500_and_is_logged(parts, caplog):
-    class Faulty:
-        async def locate(self, tenant, session_id):
-            raise ZeroDivisionError
+    async def faulty(tenant, session_id):
+        raise ZeroDivisionError
 
-    parts.gateway._directory = Faulty()
+    parts.directory.locate = faulty
     found = await error_of(parts, head(headers={**JSON, "x-session-id": "ctx_1"}, ends=True))
 
     assert found == (500, "internal_error")
@@ -353,10 +341,9 @@ async def test_metadata_of_other_namespaces_is_no_subset(parts):
 async def test_a_copy_to_look_at_is_not_answered(parts):
     first = head(headers=JSON)
     first.observability_mode = True
-    noted = Noted()
-    stream = await ask(parts, first, body(b"{}"), noted=noted)
+    stream = await ask(parts, first, body(b"{}"))
 
-    assert stream.answers == noted.names == []
+    assert stream.answers == routed(parts) == []
 
 
 async def test_a_stream_that_begins_with_another_phase_is_left_alone(parts):
@@ -578,18 +565,16 @@ async def test_a_stream_that_says_nothing_ends_without_an_answer(parts, looptime
 
 
 async def test_a_new_context_counts_at_its_pod(parts):
-    front = front_of(parts, noted=parts.endpoints)
-    await ask(parts, head(path="/v1/context", headers=JSON), body({"prompt": "x"}), front=front)
+    await ask(parts, head(path="/v1/context", headers=JSON), body({"prompt": "x"}))
 
     assert sum(state.placed for state in parts.endpoints.states()) == 1
 
 
 async def test_a_store_error_keeps_its_retry_after(parts):
-    class Away:
-        async def locate(self, tenant, session_id):
-            raise StoreUnavailable("away", retry_after_s=7)
+    async def away(tenant, session_id):
+        raise StoreUnavailable("away", retry_after_s=7)
 
-    parts.gateway._directory = Away()
+    parts.directory.locate = away
     stream = await ask(parts, head(headers={"x-session-id": "ctx_1"}, ends=True))
 
     assert stream.answers[0].set_headers["retry-after"] == "7"

@@ -3,9 +3,7 @@
 import httpx
 import pytest
 
-from gateway.fronts import ReadyState
 from gateway.http.app import HttpFront
-from gateway.tenants.limits import FrontLimits
 from tests.kit.gateway_parts import KEY, OTHER_KEY
 
 AUTH = {"authorization": f"Bearer {KEY}"}
@@ -13,15 +11,7 @@ AUTH = {"authorization": f"Bearer {KEY}"}
 
 @pytest.fixture
 async def client(parts):
-    front = HttpFront(
-        gateway=parts.gateway,
-        endpoints=parts.endpoints,
-        carrier=None,
-        ready_state=ReadyState(parts.gateway, parts.endpoints),
-        tenants=parts.tenants,
-        limits=FrontLimits(),
-        metrics=parts.metrics,
-    )
+    front = HttpFront(parts.gateway, carrier=None)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(front), base_url="http://gateway", headers=AUTH
     ) as client:

@@ -6,7 +6,6 @@ import json
 import httpx
 import pytest
 
-from gateway.fronts import ReadyState
 from gateway.http.app import HttpFront
 from gateway.http.models import context_read
 from gateway.pods.endpoints import Health
@@ -26,25 +25,12 @@ class NoCarrier:
 
 
 @pytest.fixture
-def ready_state(parts):
-    return ReadyState(parts.gateway, parts.endpoints)
-
-
-def front_of(parts, ready_state):
-    return HttpFront(
-        gateway=parts.gateway,
-        endpoints=parts.endpoints,
-        carrier=NoCarrier(),
-        ready_state=ready_state,
-        tenants=parts.tenants,
-        limits=FrontLimits(max_body_bytes=1000),
-        metrics=parts.metrics,
-    )
+def front(parts):
+    return HttpFront(parts.with_parts(limits=FrontLimits(max_body_bytes=1000)), carrier=NoCarrier())
 
 
 @pytest.fixture
-async def client(parts, ready_state):
-    front = front_of(parts, ready_state)
+async def client(front):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://gateway") as client:
         yield client
 
@@ -66,7 +52,7 @@ async def test_get_one(client, parts):
     answer = await client.get("/v1/context/ctx_1", headers=AUTH)
 
     assert answer.status_code == 200
-    assert answer.json() == context_read(*await parts.gateway.read("demo", "ctx_1"))
+    assert answer.json() == context_read(*await parts.gateway.contexts.read("demo", "ctx_1"))
     assert answer.headers["x-request-id"].startswith("req_")
 
 
@@ -205,7 +191,7 @@ async def test_a_fault_of_our_own_is_typed_too(client):
 
 async def test_a_fault_of_our_own_in_a_control_call_is_typed_too(client, parts):
     """As every other call answers, not Starlette's "Internal Server Error" as text."""
-    parts.gateway._directory = None
+    parts.directory.get_with_turns = None
 
     assert error_of(await client.get("/v1/context/ctx_1", headers=AUTH)) == (500, "internal_error")
 
@@ -228,7 +214,7 @@ async def test_health_and_readiness_need_no_key_and_name_nothing(client, parts):
     assert (missing.status_code, missing.json()) == (503, {"ready": False})
 
 
-async def test_the_metrics_port_says_what_is_missing_and_how_each_pod_is(parts, ready_state):
+async def test_the_metrics_port_says_what_is_missing_and_how_each_pod_is(parts, front):
     load = EngineLoad(running=2, waiting=1, kv_usage=0.12345)
     models = frozenset({"stub-model"})
     parts.probe.health["pod-a"] = Health(healthy=True, models=models, load=load, clock_skew_s=-90.0)
@@ -236,7 +222,7 @@ async def test_the_metrics_port_says_what_is_missing_and_how_each_pod_is(parts, 
     parts.endpoints.note_sidecar("pod-a", fingerprint="f", tiers={"host": 0.5, "disk": 0.1})
     parts.endpoints.note_beginnings("pod-a", {"x": 1}, 1)
     parts.endpoints.note_placed("pod-a", "y", at_ms=1, is_new=True)
-    ready = await ready_state.describe()
+    ready = await front.ready_state.describe()
 
     assert (ready["ready"], ready["missing"]) == (True, [])
     assert ready["endpoints"]["pod-a"] == {
@@ -256,8 +242,8 @@ async def test_the_metrics_port_says_what_is_missing_and_how_each_pod_is(parts, 
     parts.directory.down = True
     for name in ("pod-a", "pod-b"):
         parts.endpoints.mark_unreachable(name)
-    ready_state.draining = True
-    missing = (await ready_state.describe())["missing"]
+    front.ready_state.draining = True
+    missing = (await front.ready_state.describe())["missing"]
 
     assert missing == ["context manager", "ready endpoint", "time: the gateway is draining"]
 
@@ -293,11 +279,11 @@ async def test_the_openapi_document_has_every_call(client):
 
 
 @pytest.mark.looptime
-async def test_readyz_waits_for_a_manager_that_hangs_no_longer_than_its_askers_do(parts, ready_state, looptime):
+async def test_readyz_waits_for_a_manager_that_hangs_no_longer_than_its_askers_do(parts, front, looptime):
     """Seen failing without the bound: it waited for ever, as long as the manager's client would."""
     await parts.endpoints.probe_all()
     parts.directory.is_serving = asyncio.Event().wait
-    found = await ready_state.describe()
+    found = await front.ready_state.describe()
 
     assert (found["ready"], found["missing"]) == (False, ["context manager"])
     assert looptime == 1
@@ -307,9 +293,9 @@ async def test_a_key_of_any_letters_is_the_same_key_for_control_calls_and_carrie
     """Seen failing before: the control calls read it as Latin-1, the others as UTF-8."""
     key = "schlüssel-🔑"
     write_keys(tmp_path / "more.json", {key: "demo"})
-    parts.gateway._authenticator = KeyFile(tmp_path / "more.json", metrics=parts.metrics)
     raw = [("authorization", f"Bearer {key}".encode())]
-    front = front_of(parts, ReadyState(parts.gateway, parts.endpoints))
+    keys = KeyFile(tmp_path / "more.json", metrics=parts.metrics)
+    front = HttpFront(parts.with_parts(keys=keys), carrier=NoCarrier())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://gateway") as client:
         answers = [await client.get("/v1/context", headers=raw), await client.post("/v1/context", headers=raw)]
         twice = await client.get("/v1/context", headers=[("authorization", "Bearer x"), *raw])

@@ -4,7 +4,6 @@ import httpx
 import pytest
 
 from contextcache.identity import IDENTITY_HEADER, verify_identity
-from gateway.fronts import ReadyState
 from gateway.http.app import HttpFront
 from gateway.http.carrier import ConnectFailed, ConnectTimedOut
 from gateway.tenants.limits import FrontLimits
@@ -33,15 +32,7 @@ class LateCarrier:
 def answer_of(parts):
     async def answer_of(carrier, path="/v1/completions", **body):
         await parts.endpoints.probe_all()
-        front = HttpFront(
-            gateway=parts.gateway,
-            endpoints=parts.endpoints,
-            carrier=carrier,
-            ready_state=ReadyState(parts.gateway, parts.endpoints),
-            tenants=parts.tenants,
-            limits=FrontLimits(max_body_bytes=10_000),
-            metrics=parts.metrics,
-        )
+        front = HttpFront(parts.with_parts(limits=FrontLimits(max_body_bytes=10_000)), carrier=carrier)
         await parts.directory.add("ctx_1", holder="pod-a")
         async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://gateway") as client:
             headers = {"authorization": f"Bearer {KEY}"}

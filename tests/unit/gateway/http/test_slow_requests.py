@@ -5,9 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.fronts import ReadyState
 from gateway.http.app import HttpFront
-from gateway.tenants.limits import FrontLimits
 from tests.kit.gateway_parts import KEY, OTHER_KEY, GatewayParts
 
 ROOM = 8
@@ -46,7 +44,7 @@ async def ask(front, method, path, key, *pieces):
 
 @pytest.fixture
 async def parts(parts):
-    found = GatewayParts(parts.gateway._authenticator, limits={"total_requests_max": ROOM})
+    found = GatewayParts(parts.gateway.parts.keys, limits={"total_requests_max": ROOM})
     await found.endpoints.probe_all()
     await found.directory.add("ctx_1")
     await found.directory.add("ctx_2", tenant="other")
@@ -55,15 +53,7 @@ async def parts(parts):
 
 @pytest.fixture
 def front(parts):
-    return HttpFront(
-        gateway=parts.gateway,
-        endpoints=parts.endpoints,
-        carrier=None,
-        ready_state=ReadyState(parts.gateway, parts.endpoints),
-        tenants=parts.tenants,
-        limits=FrontLimits(),
-        metrics=parts.metrics,
-    )
+    return HttpFront(parts.gateway, carrier=None)
 
 
 @asynccontextmanager

@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry
 from contextcache.errors import Unauthorized
 from contextcache.model import ContextMode, UsageFormat
 from gateway.metrics import Metrics
-from gateway.ports import Caller
-from gateway.tenants.keys import KeyFile, SingleTenant, hash_key
+from gateway.tenants.keys import Caller, KeyFile, SingleTenant, hash_key
 from tests.kit.gateway_parts import KEY, OTHER_KEY, write_keys
 
 
