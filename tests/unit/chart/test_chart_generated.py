@@ -27,7 +27,7 @@ REPEATED = {
 
 def of(text: str) -> dict:
     """Return the schema that follows from a text of values."""
-    return json.loads(schema_text(read_values(text), {}))
+    return json.loads(schema_text(read_values(text)))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def of(text: str) -> dict:
 )
 def test_a_key_without_its_meaning_or_its_type_is_refused(text, told):
     with pytest.raises(BadValues, match=re.escape(told)):
-        schema_text(read_values(text), {})
+        schema_text(read_values(text))
 
 
 def test_a_key_takes_what_its_default_is_and_what_is_named_behind_it():

@@ -48,14 +48,21 @@ def test_a_part_that_uses_more_cpu_than_its_budget_fails(spinning):
     assert spinning(BUSY).is_failure
 
 
-def test_the_processes_that_a_part_leaves_behind_count_as_its_own(spinning):
-    busy = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {BUSY!r}])"
-    wait = "import os, time; time.sleep(0.1); os.system('sleep 4')"
+ORPHAN = f"""
+import os, subprocess, sys
+ended, open_until_then = os.pipe()
+os.set_inheritable(open_until_then, True)
+if os.fork() == 0:
+    subprocess.Popen([sys.executable, "-c", {BUSY!r}], close_fds=False)
+    os._exit(0)
+os.wait()
+os.close(open_until_then)
+os.read(ended, 1)
+"""
 
-    assert (
-        spinning(f"import os\nif os.fork() == 0:\n    {busy}\n    os._exit(0)\nos.wait()\n{wait}").status
-        == "over budget"
-    )
+
+def test_the_processes_that_a_part_leaves_behind_count_as_its_own(spinning):
+    assert spinning(ORPHAN).status == "over budget"
 
 
 def test_a_budget_is_for_the_whole_part_and_scales_with_the_speed_of_the_machine(spinning, monkeypatch):
