@@ -177,8 +177,8 @@ class LeaseLost(ContextCacheError, code="lease_lost", http=409, grpc="FAILED_PRE
     """The lease ended and another turn may have begun: the manager refuses the commit."""
 
 
-class SidecarUnavailable(ContextCacheError, code="sidecar_unavailable", http=503, grpc="UNAVAILABLE", public=False):
-    """The sidecar does not answer in time. Recompute."""
+class SidecarUnavailable(ContextCacheError, code="sidecar_unavailable", http=503, grpc="UNAVAILABLE"):
+    """A sidecar does not answer in time, so a kept conversation may be unknown. Turns recompute instead."""
 
 
 class CacheRefNotFound(ContextCacheError, code="cache_ref_not_found", http=404, grpc="NOT_FOUND", public=False):

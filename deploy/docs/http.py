@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI
-
-from gateway.http import routes
+from gateway.http.openapi import document
 
 Json = Mapping[str, Any]
 _SHARED = {
@@ -19,14 +17,6 @@ _SHARED = {
     "Fields of every count": ("Used", "UsedByKey"),
 }
 """Objects whose common fields are listed once."""
-
-
-def document() -> dict[str, Any]:
-    """Return the OpenAPI document of the calls that the gateway knows."""
-    app = FastAPI()
-    for router in (routes.contexts, routes.turns, routes.operations):
-        app.include_router(router)
-    return app.openapi()
 
 
 def http_reference(part: str) -> str:
@@ -70,7 +60,6 @@ def _answers(answers: Json) -> Iterator[str]:
 
 
 def _objects(schemas: Json) -> Iterator[str]:
-    hidden = {"HTTPValidationError", "ValidationError"}
     told: dict[str, set[str]] = {}
     for title, names in _SHARED.items():
         first, *others = (schemas[name]["properties"] for name in names)
@@ -78,9 +67,7 @@ def _objects(schemas: Json) -> Iterator[str]:
         told |= {name: set(common) for name in names}
         yield f"### {title}"
         yield _fields({"properties": common, "required": schemas[names[0]].get("required", ())})
-    for name, schema in schemas.items():
-        if name in hidden or not schema.get("properties"):
-            continue
+    for name, schema in sorted(schemas.items()):
         yield f"### {name}"
         yield schema.get("description", "")
         kind = next((title for title, names in _SHARED.items() if name in names), "")
@@ -112,12 +99,13 @@ def _type(schema: Json) -> str:
     """Return a type in words: its choices, its bounds, and links to objects."""
     if reference := schema.get("$ref"):
         name = reference.rpartition("/")[2]
-        return f"[{name}](#{name.lower()})" if name != "JsonValue" else "any"
+        return f"[{name}](#{name.lower()})"
     if choices := schema.get("anyOf"):
         return " or ".join(dict.fromkeys(_type(choice) for choice in choices if choice.get("type") != "null"))
     if words := schema.get("enum", [schema["const"]] if "const" in schema else []):
-        return ", ".join(f"`{json.dumps(word)}`" for word in words)
+        return ", ".join(f"`{json.dumps(word)}`" for word in words if word is not None)
     kind = schema.get("type", "any")
+    kind = kind[0] if isinstance(kind, list) else kind  # the other one is null
     if kind == "array":
         return f"list of {_type(schema['items'])}" + _bounds(schema, "Items")
     if kind == "object":

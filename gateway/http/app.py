@@ -39,7 +39,7 @@ from gateway.fronts import (
     mint_request_id,
     plain_request_id,
 )
-from gateway.http import routes
+from gateway.http import openapi, routes
 from gateway.http.carrier import Broken, Carrier, ConnectFailed, ConnectTimedOut
 from gateway.http.exchange import Exchange
 from gateway.paths import Kind, own_path
@@ -61,7 +61,7 @@ class HttpFront(FastAPI):
     def __init__(self, gateway: Gateway, *, carrier: Carrier) -> None:
         # No page over the document: its scripts would come from elsewhere, onto the console's origin.
         pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}
-        super().__init__(title="context-cache", description=routes.DESCRIPTION, redirect_slashes=False, **pages)
+        super().__init__(redirect_slashes=False, **pages)
         parts = gateway.parts
         self.gateway = gateway
         self.parts = parts
@@ -74,7 +74,7 @@ class HttpFront(FastAPI):
         )
         self._cors = _Cors(self._serve, parts.settings.cors_origins)
         console = (console_router(),) if parts.settings.console else ()
-        for router in (routes.contexts, routes.turns, routes.operations, *console):
+        for router in (routes.contexts, routes.operations, *console):
             self.include_router(router)
         for kind in (ContextCacheError, RequestValidationError, HTTPException, Exception):
             self.add_exception_handler(kind, _typed_answer)
@@ -183,15 +183,8 @@ class HttpFront(FastAPI):
 
     @override
     def openapi(self) -> dict[str, Any]:
-        """Return the document without what FastAPI answers to what it finds invalid: here that is a 400 of ours."""
-        if self.openapi_schema is None:
-            document = super().openapi()
-            for unused in ("HTTPValidationError", "ValidationError"):
-                document["components"]["schemas"].pop(unused, None)
-            for operation in (found for path in document["paths"].values() for found in path.values()):
-                if "HTTPValidationError" in str(operation["responses"].get("422")):
-                    del operation["responses"]["422"]
-        return self.openapi_schema or {}
+        """Return the document of `openapi.yaml`."""
+        return openapi.document()
 
 
 class _Cors(CORSMiddleware):

@@ -61,9 +61,10 @@ def test_each_wheel_owns_its_import_names_and_no_framework_s(wheels):
 
 
 def test_the_wheels_hold_what_is_no_python(wheels):
-    """Scripts of Redis and Envoy, the console's page, the marks of typed packages; and no cache of a compiler."""
+    """Scripts, the API document, the console's page and the marks of typed packages; no cache of a compiler."""
     client, server = files(wheels["context_cache"]), files(wheels["context_cache_server"])
-    expected = {str(path.relative_to(ROOT)) for name in SERVER_PACKAGES for path in (ROOT / name).rglob("*.lua")}
+    data = [path for name in SERVER_PACKAGES for kind in ("*.lua", "*.yaml") for path in (ROOT / name).rglob(kind)]
+    expected = {str(path.relative_to(ROOT)) for path in data}
     console = {str(path.relative_to(ROOT)) for path in (ROOT / "gateway/console").rglob("*.*") if path.suffix != ".pyc"}
 
     assert expected

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from contextcache.claim import TURN_PATHS
 from contextcache.client.errors import BY_CODE
+from contextcache.client.types import (
+    Changes,
+    ContextInfo,
+    ContextUsage,
+    CreateFields,
+    Divergence,
+    KeptInfo,
+    TurnInfo,
+)
 from contextcache.fields import OUR_FIELDS
 from contextcache.model import MAX_TTL_S, MIN_TTL_S, SessionState
 from deploy.docs.errors import statuses
-from deploy.docs.http import document as openapi
 from gateway.fronts import CORS_EXPOSED_HEADERS
+from gateway.http import routes
+from gateway.http.openapi import body_fields
+from gateway.http.openapi import document as openapi
+from gateway.paths import CONTEXT_PATH, Kind, kind_of
 from vllm_plugin.turn.history import Why
 from vllm_plugin.turn.matching import Outcome
 
@@ -38,6 +52,63 @@ def codes_of(operation: dict[str, Any]) -> set[tuple[str, str]]:
         for status, answer in operation["responses"].items()
     }
     return {(status, code.strip()) for status, found in told.items() if found for code in found[1].split(",")}
+
+
+def test_the_document_has_the_routes_of_the_gateway_and_the_carried_calls(document):
+    """Seen to fail with a route of another name, with `/v1/usages`, and with a call of the document left out."""
+    routed = {
+        (method, route.path.replace(":path", ""), route.name, str(route.status_code or 200))
+        for router in (routes.contexts, routes.operations)
+        for route in router.routes
+        for method in route.methods
+    }
+    written = {
+        (method, path, operation["operationId"], min(operation["responses"]))
+        for method, path, operation in operations(document)
+    }
+
+    assert routed < written
+    assert {(method, path) for method, path, *_ in written - routed} == {
+        ("POST", path) for path in {CONTEXT_PATH, *TURN_PATHS}
+    }
+
+
+def test_every_operation_is_a_call_that_the_gateway_knows(document):
+    kinds = {
+        kind_of(method, path.replace("{", "").replace("}", ""), frozenset()) for method, path, _ in operations(document)
+    }
+
+    assert kinds == {Kind.CONTROL, Kind.CREATE, Kind.COMPLETION, Kind.OWN}
+
+
+@pytest.mark.parametrize(
+    ("schema", "ours", "unread"),
+    [
+        ("ContextUsage", ContextUsage, set()),
+        ("Diverged", Divergence, set()),
+        ("TurnObject", TurnInfo, set()),
+        ("ReadContext", ContextInfo, {"object"}),
+        ("KeptObject", KeptInfo, {"object", "unreachable"}),
+    ],
+)
+def test_the_client_has_the_fields_of_an_answer(document, schema, ours, unread):
+    """Seen to fail with `saved_ms` taken out of the document, and with a field that the client lacks."""
+    read = {"bytes" if field.name == "size_bytes" else field.name for field in fields(ours)} - {"raw"}
+
+    assert read == document["components"]["schemas"][schema]["properties"].keys() - unread
+
+
+def test_the_client_has_the_fields_of_a_request(document):
+    """Seen to fail with `context_commit` taken out of the client."""
+    create, patch, turn = (
+        document["components"]["schemas"]["CreateFromPrompt"]["properties"].keys(),
+        body_fields("patch_context"),
+        document["components"]["schemas"]["Completion"]["properties"].keys(),
+    )
+
+    assert Changes.__annotations__.keys() == patch
+    assert OUR_FIELDS & create <= CreateFields.__annotations__.keys()
+    assert OUR_FIELDS & turn - {"context_create"} <= CreateFields.__annotations__.keys()
 
 
 def test_the_errors_are_the_same_with_their_statuses(document):
@@ -98,9 +169,9 @@ def test_the_words_of_a_turn_are_those_of_the_code(document):
     def words(schema: str, field: str) -> set[str]:
         return set(re.findall(r"`([a-z_]+)`", schemas[schema]["properties"][field]["description"]))
 
-    matches = schemas["ContextUsage"]["properties"]["match"]["anyOf"][0]["enum"]
+    matches = schemas["ContextUsage"]["properties"]["match"]["enum"]
     assert words("Diverged", "why") == {why.value for why in Why}
-    assert set(matches) == {outcome.value for outcome in Outcome}
+    assert set(matches) == {outcome.value for outcome in Outcome} | {None}
     assert words("ReadContext", "state") == {state.value for state in SessionState}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from contextcache.errors import CacheRefNotFound, ContextNotFound, StoreUnavailable, TooManyInFlight
 from contextcache.model import NewSession, Segment, SegmentKind, SessionPage, TurnCommit, TurnReceipt
-from gateway.http.models import context_list, context_read
+from gateway.http.answers import context_list, context_read
 from gateway.tenants.keys import SingleTenant
 from tests.kit.gateway_parts import PREVIOUS_REF, REF, GatewayParts, manifest_of
 

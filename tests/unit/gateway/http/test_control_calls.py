@@ -6,8 +6,8 @@ import json
 import httpx
 import pytest
 
+from gateway.http.answers import context_read
 from gateway.http.app import HttpFront
-from gateway.http.models import context_read
 from gateway.pods.endpoints import Health
 from gateway.pods.state import EngineLoad
 from gateway.tenants.keys import KeyFile

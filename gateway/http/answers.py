@@ -1,0 +1,168 @@
+"""JSON objects of the calls that the gateway answers, with the fields of `openapi.yaml`. Times are Unix seconds."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from contextcache.model import CacheSessionMetadata, SessionPage, TurnReceipt, UsageReport
+from gateway.deployment import DeploymentView
+from gateway.kept import KeptConversation, KeptPage
+from gateway.pods.sidecars import KVState
+from gateway.pods.state import EndpointState
+
+Json = dict[str, Any]
+
+_KEYS_SHOWN = 100
+"""Most key names of one tenant in an answer. It bounds the answer's size."""
+
+
+def context_list(page: SessionPage) -> Json:
+    """Return a page of contexts. A short or empty page names the next page too."""
+    return {
+        "object": "list",
+        "data": [_summary(session) | {"holder": {"endpoint": session.holder}} for session in page.sessions],
+        "has_more": page.has_more,
+        "last_id": page.last_id or None,
+    }
+
+
+def context_object(session: CacheSessionMetadata, kv: KVState) -> Json:
+    """Return a context with the state of its KV."""
+    holder = {"endpoint": session.holder, "state": kv.state}
+    if kv.reason:
+        holder["reason"] = kv.reason
+    tiers = [kv.tier] if kv.tier else []
+    return _summary(session) | {"bytes": kv.size_bytes, "tiers": tiers, "holder": holder}
+
+
+def context_read(session: CacheSessionMetadata, kv: KVState, turns: Sequence[TurnReceipt]) -> Json:
+    """Return a context with the state of its KV and its last turns."""
+    return context_object(session, kv) | {"recent_turns": [_turn(turn) for turn in turns]}
+
+
+def _summary(session: CacheSessionMetadata) -> Json:
+    source = session.forked_from
+    return {
+        "object": "context",
+        "session_id": session.session_id,
+        "model": session.model_id,
+        "mode": session.mode.value,
+        "state": session.state.value,
+        "created": session.created_at_ms // 1000,
+        "expires_at": session.expires_at_ms // 1000,
+        "ttl": session.ttl_s,
+        "ttl_policy": session.ttl_policy.value,
+        "turns": session.num_turns,
+        "tokens": session.num_tokens,
+        "generation": session.generation,
+        "metadata": dict(session.metadata),
+        "forked_from": source and {"session_id": source[0], "generation": source[1]},
+    }
+
+
+def _turn(turn: TurnReceipt) -> Json:
+    fields = asdict(turn)
+    at_ms = fields.pop("at_ms")
+    return fields | {"at": at_ms // 1000, "match": turn.match or None, "reason": turn.reason or None}
+
+
+def kept_list(page: KeptPage) -> Json:
+    """Return a page of kept conversations."""
+    data = [kept_object(kept) for kept in page.conversations]
+    return {
+        "object": "list",
+        "data": data,
+        "has_more": page.has_more,
+        "last_id": data[-1]["id"] if data else None,
+        "unreachable": list(page.unreachable),
+    }
+
+
+def kept_object(kept: KeptConversation) -> Json:
+    """Return a kept conversation."""
+    miss = kept.last_miss
+    return {
+        "object": "kept",
+        "id": kept.group,
+        "tokens": kept.num_tokens,
+        "bytes": kept.size_bytes,
+        "last_used": kept.used_at_ms // 1000 or None,
+        "expires_at": kept.expires_at_ms // 1000,
+        "pods": list(kept.pods),
+        "last_miss": miss
+        and {"matched": miss.matched, "of": miss.of, "diverged_at_token": miss.matched, "at": miss.at_ms // 1000},
+    }
+
+
+def usage_of_tenant(tenant: str, report: UsageReport, *, operator: bool) -> Json:
+    """Return the usage of a tenant. `operator`: the asking key is an operator's."""
+    total = Counter[str]()
+    for usage in report.days.values():
+        for one in usage:
+            total.update(one.counts)
+    days = [
+        {
+            "day": (dt.date(1970, 1, 1) + dt.timedelta(day)).isoformat(),
+            "keys": [_used(one.counts) | {"key": one.key} for one in usage],
+        }
+        for day, usage in report.days.items()
+    ]
+    return {
+        "object": "usage",
+        "tenant": tenant,
+        "operator": operator,
+        "contexts_now": report.num_contexts,
+        "total": _used(total),
+        "days": days,
+    }
+
+
+def _used(counts: Mapping[str, int]) -> Json:
+    names = ("contexts", "turns", "computed_tokens", "cached_tokens", "completion_tokens")
+    hours = {tier: round(counts.get(f"{tier}_kib_s", 0) * 1024 / 3600) for tier in ("memory", "disk", "store")}
+    used = {name: counts.get(name, 0) for name in names}
+    return used | {"saved_seconds": counts.get("saved_ms", 0) / 1000, "byte_hours": hours}
+
+
+def deployment_object(view: DeploymentView) -> Json:
+    """Return the pods of a deployment and a page of its tenants."""
+    requests_max, bytes_max = view.limits.limits
+    return {
+        "object": "deployment",
+        "pods": [_pod(state) for state in view.pods],
+        "limits": {
+            "requests_per_second": view.limits.rate_per_s,
+            "burst": view.limits.burst,
+            "requests_in_hand": requests_max,
+            "bytes_in_hand": bytes_max,
+        },
+        "tenants": [
+            {
+                "tenant": one.tenant,
+                "keys": list(one.key_names[:_KEYS_SHOWN]),
+                "num_keys": len(one.key_names),
+                "requests_in_hand": one.requests,
+                "bytes_in_hand": one.size_bytes,
+            }
+            for one in view.tenants
+        ],
+        "has_more": view.has_more,
+        "last_tenant": view.tenants[-1].tenant if view.tenants else None,
+    }
+
+
+def _pod(state: EndpointState) -> Json:
+    load, is_draining = state.load, state.endpoint.draining
+    return {
+        "name": state.endpoint.name,
+        "state": "not_ready" if not state.ready else "draining" if is_draining else "ready",
+        "models": sorted(state.models),
+        "engine": {"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage},
+        "carried": state.in_flight,
+        "tiers": dict(state.tiers),
+        "fingerprint": state.fingerprint,
+    }
