@@ -1,9 +1,11 @@
-"""Items of a response's input: which have the fields that their type requires. Pure.
+"""Check of the items of a response's input against the types that the engine accepts. Pure.
 
 vLLM 0.32 tries an item with each of its types and writes an error for each field that does not fit: 230 errors for an
-item that fits none, ten ms with their text. Rules: an item of an unknown type, without a required field, or with a
-required field of another JSON kind is refused. An item that fits a flat type passes: the engine accepts it too. Of the
-other items, whose nested objects only the engine checks, an input holds UNCHECKED_MAX.
+item that fits none, in ten ms. Rules:
+
+1. An item of an unknown type, or without a required field of the right JSON kind, is refused.
+2. An item that fits a flat type passes: the engine accepts it too.
+3. Only the engine checks the nested objects of other items, so an input may hold at most UNCHECKED_MAX of them.
 
 The tables repeat the types of `openai`, which vLLM uses. A test compares them.
 """
@@ -13,6 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import reduce
+from operator import or_
 from types import GenericAlias
 from typing import Annotated, Any, Literal
 
@@ -22,9 +26,9 @@ from msgspec import UNSET, Meta, UnsetType, defstruct
 from contextcache.errors import InvalidRequest
 
 ITEMS_MAX = 4096
-"""Items of a response's input: vLLM 0.32 takes 140 us for an item that fits one of its types."""
+"""Items of an input. vLLM 0.32 takes 140 us for an item that fits one of its types."""
 UNCHECKED_MAX = 256
-"""Items that fit no flat type, with the elements of their lists: one to two seconds of vLLM 0.32 if all are invalid."""
+"""Items that fit no flat type, with the elements of their lists. vLLM 0.32 takes two seconds if all are invalid."""
 
 
 class _Object(msgspec.Struct, gc=False):
@@ -32,6 +36,7 @@ class _Object(msgspec.Struct, gc=False):
 
 
 _Text = str | None
+_MaybeText = str | UnsetType
 _Texts = list[str]
 _Objects = list[_Object]
 _Role = Literal["user", "assistant", "system", "developer"]
@@ -46,22 +51,19 @@ def _struct(name: str, fields: Mapping[str, Any], **tagged: Any) -> type[msgspec
     members: list[Any] = []
     for field, kind in fields.items():
         kinds = (kind, *getattr(kind, "__args__", ()))
-        if UnsetType in kinds:
-            members.append((field, kind, UNSET))
-        elif None in kinds or type(None) in kinds:
-            members.append((field, kind, None))
-        else:
-            members.append((field, kind))
+        absent = [UNSET] if UnsetType in kinds else [None] if {None, type(None)} & set(kinds) else []
+        members.append((field, kind, *absent))
     return defstruct(name, members, kw_only=True, gc=False, **tagged)
 
 
 def _union(parts: Mapping[str, Mapping[str, Any]]) -> Any:
     """Return the union of types of parts, by the name in `type`."""
-    found: Any = None
-    for name, fields in parts.items():
-        one = _struct(name, fields, tag_field="type", tag=name)
-        found = one if found is None else found | one
-    return found
+    return reduce(or_, [_struct(name, fields, tag_field="type", tag=name) for name, fields in parts.items()])
+
+
+def _all(kind: Any, *names: str) -> dict[str, Any]:
+    """Return fields of one kind."""
+    return dict.fromkeys(names, kind)
 
 
 def _parts(parts: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -82,16 +84,13 @@ _InputParts = _parts(
         "input_text": {"text": str, "prompt_cache_breakpoint": UnsetType},
         "input_image": {
             "detail": Literal["low", "high", "auto", "original"] | UnsetType,
-            "file_id": _Text,
-            "image_url": _Text,
+            **_all(_Text, "file_id", "image_url"),
             "prompt_cache_breakpoint": UnsetType,
         },
         "input_file": {
             "detail": Literal["auto", "low", "high"] | UnsetType,
-            "file_data": str | UnsetType,
+            **_all(_MaybeText, "file_data", "file_url", "filename"),
             "file_id": _Text,
-            "file_url": str | UnsetType,
-            "filename": str | UnsetType,
             "prompt_cache_breakpoint": UnsetType,
         },
     }
@@ -101,14 +100,9 @@ _TopLogprobs: Any = GenericAlias(list, (_struct("top_logprob", _LOGPROB),))
 _Annotations = _parts(
     {
         "file_citation": {"file_id": str, "filename": str, "index": int},
-        "url_citation": {"end_index": int, "start_index": int, "title": str, "url": str},
-        "container_file_citation": {
-            "container_id": str,
-            "end_index": int,
-            "file_id": str,
-            "filename": str,
-            "start_index": int,
-        },
+        "url_citation": _all(int, "end_index", "start_index") | _all(str, "title", "url"),
+        "container_file_citation": _all(int, "end_index", "start_index")
+        | _all(str, "container_id", "file_id", "filename"),
         "file_path": {"file_id": str, "index": int},
     }
 )
@@ -121,7 +115,7 @@ _OutputParts = _parts(
 )
 _Search = _union(
     {
-        "search": {"queries": _Texts | UnsetType, "query": str | UnsetType, "sources": _Nothing | UnsetType},
+        "search": {"queries": _Texts | UnsetType, "query": _MaybeText, "sources": _Nothing | UnsetType},
         "open_page": {"url": _Text},
         "find_in_page": {"pattern": str, "url": str},
     }
@@ -160,26 +154,22 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "program": {"id": str, "call_id": str, "code": str, "fingerprint": str},
     "program_output": {"id": str, "call_id": str, "result": str, "status": str},
 }
-"""Fields that each type of item requires. vLLM 0.32 gives a reasoning item an `id` where it has none."""
+"""Required fields of each type of item. vLLM 0.32 adds an `id` to a reasoning item without one."""
 
 FLAT: dict[str, dict[str, Any]] = {
     "message": {"role": _Role, "content": str | _InputParts, "phase": _Phase},
     "function_call": REQUIRED["function_call"]
-    | {
-        "id": _Text, "namespace": _Text, "status": _Status | None, "async": bool | None, "caller": None,
-    },
-    "function_call_output": {
-        "output": str | _InputParts, "id": _Text, "call_id": _Text, "name": _Text, "namespace": _Text,
-        "status": _Status | None, "caller": None,
-    },
+    | _all(_Text, "id", "namespace")
+    | {"status": _Status | None, "async": bool | None, "caller": None},
+    "function_call_output": _all(_Text, "id", "call_id", "name", "namespace")
+    | {"output": str | _InputParts, "status": _Status | None, "caller": None},
     "custom_tool_call": REQUIRED["custom_tool_call"]
-    | {"id": str | UnsetType, "namespace": str | UnsetType, "async": bool | UnsetType, "caller": None},
-    "custom_tool_call_output": {
-        "call_id": str, "output": str | _InputParts, "id": str | UnsetType, "caller": None,
-    },
+    | _all(_MaybeText, "id", "namespace")
+    | {"async": bool | UnsetType, "caller": None},
+    "custom_tool_call_output": {"call_id": str, "output": str | _InputParts, "id": _MaybeText, "caller": None},
     "reasoning": {
         "summary": _parts({"summary_text": {"text": str}}),
-        "id": str | UnsetType,
+        "id": _MaybeText,
         "content": _parts({"reasoning_text": {"text": str}}) | None,
         "encrypted_content": _Text,
         "status": _Status | None,
@@ -187,8 +177,8 @@ FLAT: dict[str, dict[str, Any]] = {
     "item_reference": {"id": str},
     "file_search_call": {"id": str, "queries": _Texts, "status": _SearchStatus, "results": None},
     "web_search_call": {"id": str, "action": _Search, "status": _SearchStatus},
-}  # fmt: skip
-"""Types of items without nested objects that are not listed here, with all their fields."""
+}
+"""All fields of the types whose nested objects are listed here completely."""
 FLAT_OUTPUT_MESSAGE: dict[str, Any] = {
     "type": Literal["message"],
     "role": Literal["assistant"],
@@ -197,18 +187,18 @@ FLAT_OUTPUT_MESSAGE: dict[str, Any] = {
     "status": _Status | UnsetType,
     "phase": _Phase,
 }
-"""An engine's message that the client sends again. vLLM 0.32 adds `id`, `status` and `annotations`."""
+"""Message of an engine that the client sends again. vLLM 0.32 adds `id`, `status` and `annotations`."""
 
 
 class _Head(msgspec.Struct, gc=False):
-    """Fields of an item by which its type is found."""
+    """Fields that determine an item's type."""
 
     type: str | None = None
     role: Any = None
 
 
 def _decoders(name: str) -> list[msgspec.json.Decoder[Any]]:
-    """Return the decoders of a type of item: of the flat types, then the one of the required fields."""
+    """Return the decoders of a type of item: its flat types, then its required fields."""
     tag = {"type": str | None if name == _REFERENCE else Literal[name] | UnsetType}
     types = [tag | FLAT[name]] if name in FLAT else []
     types += [FLAT_OUTPUT_MESSAGE] if name == _MESSAGE else []
@@ -222,9 +212,9 @@ _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def check_items_of_input(spelled: bytes | msgspec.Raw) -> None:
-    """Refuse an input that holds too many items, or an item without what its type requires. Raises InvalidRequest.
+    """Raise InvalidRequest for an input with too many items, or with an item that its type does not allow.
 
-    Raises DecodeError or UnicodeDecodeError for what is no strict JSON.
+    Raises DecodeError or UnicodeDecodeError if the input is no strict JSON.
     """
     items = _LIST.decode(spelled)
     if len(items) > ITEMS_MAX:
@@ -238,9 +228,9 @@ def check_items_of_input(spelled: bytes | msgspec.Raw) -> None:
 
 
 def _num_unchecked(index: int, item: msgspec.Raw) -> int:
-    """Return how much of an item only the engine checks: 0, or the item and the elements of its lists.
+    """Return the number of objects that only the engine checks: 0, or the item and the elements of its lists.
 
-    Raises InvalidRequest for an item without what its type requires.
+    Raises InvalidRequest for an item that its type does not allow.
     """
     place = f"input[{index}]"
     try:
@@ -260,7 +250,7 @@ def _num_unchecked(index: int, item: msgspec.Raw) -> int:
 
 
 def _num_elements(item: dict[str, Any]) -> int:
-    """Return how many objects the engine may try with each type: the item, and the elements of its lists."""
+    """Return the number of objects that the engine may try with each type: the item, and the elements of its lists."""
     fields = list(item.values())
     elements = [element for held in fields if isinstance(held, list) for element in held]
     lists = [held for one in (*fields, *elements) if isinstance(one, dict) for held in one.values()]
@@ -268,7 +258,7 @@ def _num_elements(item: dict[str, Any]) -> int:
 
 
 def _fault(item: str, told: str) -> str:
-    """Return the fault of an item without its texts."""
+    """Return an item's fault without its texts."""
     where = re.search(r"`\$([^`]*)`$", told)
     place = item + (where[1] if where else "")
     missing = re.search(r"missing required field `(\w+)`", told)
