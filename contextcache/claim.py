@@ -22,7 +22,7 @@ import msgspec
 
 from contextcache.errors import InvalidRequest
 from contextcache.identity import KV_TRANSFER_KEY
-from contextcache.input_items import check_items_of_input
+from contextcache.input_items import AnyObject, check_items_of_input
 from contextcache.model import SessionId
 from contextcache.names import KEPT_PREFIX, MINTED_PREFIX, SESSION_ID_PATTERN, context_id
 from contextcache.requests import LARGE_BYTES
@@ -98,20 +98,16 @@ class _Fields(msgspec.Struct, gc=False):
 _Plain = str | float | bool | None
 
 
-class _Object(msgspec.Struct, gc=False):
-    """Any object."""
-
-
 class _Part(msgspec.Struct, gc=False):
     """Part of a message. A tool's result has parts of its own."""
 
-    content: list[_Object | str] | _Object | _Plain = None
+    content: list[AnyObject | str] | AnyObject | _Plain = None
 
 
 class _Message(msgspec.Struct, gc=False):
     role: str
-    content: list[_Part | str] | _Object | _Plain = None
-    tool_calls: list[_Object] | _Object | _Plain = None
+    content: list[_Part | str] | AnyObject | _Plain = None
+    tool_calls: list[AnyObject] | AnyObject | _Plain = None
 
 
 _ASKED = frozenset(_Fields.__struct_fields__)

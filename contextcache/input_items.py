@@ -31,14 +31,14 @@ UNCHECKED_MAX = 256
 """Items that fit no flat type, with the elements of their lists. vLLM 0.32 takes two seconds if all are invalid."""
 
 
-class _Object(msgspec.Struct, gc=False):
+class AnyObject(msgspec.Struct, gc=False):
     """Any object."""
 
 
 _Text = str | None
 _MaybeText = str | UnsetType
 _Texts = list[str]
-_Objects = list[_Object]
+_Objects = list[AnyObject]
 _Role = Literal["user", "assistant", "system", "developer"]
 _Status = Literal["in_progress", "completed", "incomplete"]
 _SearchStatus = Literal["in_progress", "searching", "completed", "incomplete", "failed"]
@@ -130,9 +130,9 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "reasoning": {"summary": _Objects},
     "item_reference": {"id": str},
     "file_search_call": {"id": str, "queries": _Texts, "status": str},
-    "web_search_call": {"id": str, "action": _Object, "status": str},
+    "web_search_call": {"id": str, "action": AnyObject, "status": str},
     "computer_call": {"id": str, "call_id": str, "pending_safety_checks": _Objects, "status": str},
-    "computer_call_output": {"call_id": str, "output": _Object},
+    "computer_call_output": {"call_id": str, "output": AnyObject},
     "code_interpreter_call": {"id": str, "container_id": str, "status": str},
     "image_generation_call": {"id": str, "status": str},
     "tool_search_call": {"arguments": Any},
@@ -141,11 +141,11 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "configuration_update": {},
     "compaction": {"encrypted_content": str},
     "compaction_trigger": {},
-    "local_shell_call": {"id": str, "action": _Object, "call_id": str, "status": str},
+    "local_shell_call": {"id": str, "action": AnyObject, "call_id": str, "status": str},
     "local_shell_call_output": {"id": str, "output": str},
-    "shell_call": {"action": _Object, "call_id": str},
+    "shell_call": {"action": AnyObject, "call_id": str},
     "shell_call_output": {"call_id": str, "output": _Objects},
-    "apply_patch_call": {"call_id": str, "operation": _Object, "status": str},
+    "apply_patch_call": {"call_id": str, "operation": AnyObject, "status": str},
     "apply_patch_call_output": {"call_id": str, "status": str},
     "mcp_list_tools": {"id": str, "server_label": str, "tools": _Objects},
     "mcp_approval_request": {"id": str, "arguments": str, "name": str, "server_label": str},

@@ -180,7 +180,7 @@ class Labels:
             self._paused_until_ms = self._clock.now_ms() + PAUSE_MS
             log.warning("label look-ups paused for a second: no answer from the context manager")
             return False
-        except ContextCacheError as exc:  # Of this context: look-ups of others go on.
+        except ContextCacheError as exc:  # A fault of one context: look-ups of others go on.
             log.warning("label look-up failed", extra={"code": exc.code})
             return False
         return True

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from contextcache.process.metrics import Page, health_page, metrics_server
+from contextcache.process.metrics import ProbePage, health_page, metrics_server
 from contextcache.process.run import run_part, settings_or_exit, wants_help
 from gateway.app import gateway_app
 from gateway.envoy.front import EnvoyFront
@@ -109,11 +109,11 @@ def _metrics_served(front: HttpFront, settings: GatewaySettings) -> AbstractAsyn
         return nullcontext()
     ready_state, registry = front.ready_state, front.gateway.parts.metrics.registry
 
-    async def readyz() -> Page:
+    async def readyz() -> ProbePage:
         found = await ready_state.describe()
-        return Page(json.dumps(found).encode(), 200 if found["ready"] else 503, "application/json")
+        return ProbePage(json.dumps(found).encode(), 200 if found["ready"] else 503, "application/json")
 
-    async def serving() -> Page:
+    async def serving() -> ProbePage:
         # Updates the readiness gauge, which only a call of `describe` does.
         await ready_state.describe()
         return await health_page(lambda: not ready_state.draining)()

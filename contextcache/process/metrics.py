@@ -28,7 +28,7 @@ _DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ProbePage:
     """Answer of one path."""
 
     body: bytes
@@ -36,20 +36,20 @@ class Page:
     content_type: str = "text/plain; charset=utf-8"
 
 
-Answer = Callable[[], Awaitable[Page]]
+PageSource = Callable[[], Awaitable[ProbePage]]
 
 
 @asynccontextmanager
 async def metrics_server(
-    host: str, port: int, *, registry: CollectorRegistry, pages: Mapping[str, Answer]
+    host: str, port: int, *, registry: CollectorRegistry, pages: Mapping[str, PageSource]
 ) -> AsyncIterator[int]:
     """Serve `/metrics` and `pages` (by path) during the block; yields the port. Port 0 takes a free one.
 
     Raises OSError when the port is taken.
     """
 
-    async def metrics() -> Page:
-        return Page(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)
+    async def metrics() -> ProbePage:
+        return ProbePage(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)
 
     connections = _Connections({"/metrics": metrics, **pages})
     try:
@@ -64,17 +64,17 @@ async def metrics_server(
         await server.wait_closed()
 
 
-def health_page(is_healthy: Callable[[], bool]) -> Answer:
+def health_page(is_healthy: Callable[[], bool]) -> PageSource:
     """Return a page with status 200 while `is_healthy`, else 503."""
 
-    async def health() -> Page:
-        return Page(b"ok\n") if is_healthy() else Page(b"not serving\n", status=503)
+    async def health() -> ProbePage:
+        return ProbePage(b"ok\n") if is_healthy() else ProbePage(b"not serving\n", status=503)
 
     return health
 
 
 class _Connections:
-    def __init__(self, pages: Mapping[str, Answer]) -> None:
+    def __init__(self, pages: Mapping[str, PageSource]) -> None:
         self._pages = pages
         self._limit = ConnectionLimit(_CONNECTIONS_MAX)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -103,22 +103,22 @@ class _Connections:
                 writer.close()
                 await writer.wait_closed()
 
-    async def _answer(self, head: bytes) -> Page:
+    async def _answer(self, head: bytes) -> ProbePage:
         method, _, rest = head.decode("latin-1").partition(" ")
         path = rest.partition(" ")[0].partition("?")[0]
         answer = self._pages.get(path)
         if method not in ("GET", "HEAD"):
-            return Page(b"only GET is possible here\n", status=405)
+            return ProbePage(b"only GET is possible here\n", status=405)
         if answer is None:
-            return Page(b"no such path\n", status=404)
+            return ProbePage(b"no such path\n", status=404)
         try:
             return await answer()
         except Exception:
             log.exception("metrics page failed", extra={"path": path})
-            return Page(b"a fault of ours\n", status=500)
+            return ProbePage(b"a fault of ours\n", status=500)
 
 
-def _message(page: Page, *, with_body: bool) -> bytes:
+def _message(page: ProbePage, *, with_body: bool) -> bytes:
     head = (
         f"HTTP/1.1 {page.status} {HTTPStatus(page.status).phrase}\r\ncontent-type: {page.content_type}\r\n"
         f"content-length: {len(page.body)}\r\nconnection: close\r\n\r\n"

@@ -85,7 +85,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 async for message in messages:
                     await context.write(message)
 
-        # Some streams write their answers themselves, as gRPC's own Health.Watch does.
+        # A stream may write its answers itself, as gRPC's own Health.Watch does.
         return streaming if inspect.isasyncgenfunction(behaviour) else answering
 
 

@@ -94,7 +94,9 @@ class StoreKeys:
 
     def __init__(self, path: Path, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         """Read the file. Raises ValueError when it is broken, OSError when it cannot be read."""
-        self._file = Reloaded(path, read=lambda: _Keys(_read(path), {}), name="store key file", monotonic_s=monotonic_s)
+        self._file = Reloaded(
+            path, read=lambda: _KeySet(_read(path), {}), name="store key file", monotonic_s=monotonic_s
+        )
 
     def of(self, tenant: TenantId) -> Sequence[TenantKey]:
         """Return a tenant's keys, the one that writes first; none: its KV stays out of the store."""
@@ -108,7 +110,7 @@ class StoreKeys:
         return known
 
 
-class _Keys(NamedTuple):
+class _KeySet(NamedTuple):
     """Keys of one content of the file by tenant, and the keys derived from them."""
 
     given: Mapping[str, Sequence[_Key]]

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from contextcache.process.metrics import Page, health_page, metrics_server
+from contextcache.process.metrics import ProbePage, health_page, metrics_server
 
 _PATIENCE_S = 60
 _HELD = 2000
@@ -51,7 +51,7 @@ async def test_probes_are_answered_while_others_wait_for_a_slow_page():
 
     async def slow():
         await never.wait()
-        return Page(b"")
+        return ProbePage(b"")
 
     async with a_port(slow=slow) as port:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from contextcache.process.metrics import Page, health_page, metrics_server
+from contextcache.process.metrics import ProbePage, health_page, metrics_server
 from kv_sidecar.client import KVSidecarClient
 from tests.kit.certificates import CertificateFiles
 from tests.kit.gateway_parts import KEY, SECRET, write_keys
@@ -261,7 +261,7 @@ async def test_the_port_for_probes_ends_silent_and_endless_requests(monkeypatch)
 
 
 async def test_a_page_that_cannot_be_made_is_a_fault_of_ours():
-    async def broken() -> Page:
+    async def broken() -> ProbePage:
         raise RuntimeError("no")
 
     async with metrics_server("127.0.0.1", 0, registry=CollectorRegistry(), pages={"/broken": broken}) as port:
