@@ -26,10 +26,8 @@ from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
 from deploy.local.progress import say
 from deploy.local.table import render
-from gateway.envoy.api_keys import discovered
-from gateway.envoy.bootstrap import bootstrap
-from gateway.envoy.key_watch import KeyWatch
-from gateway.envoy.routes import EXT_PROC
+from gateway.envoy.keys import discovered, watched_keys
+from gateway.envoy.render import BOOTSTRAP, rendered
 from gateway.envoy.settings import EnvoySettings, GatewayAddress
 from gateway.tenants.keys import hash_key
 
@@ -88,12 +86,12 @@ def shape(keys_file: Path | None, pod: str, *, port: int, admin_port: int, acces
         api_keys_file=str(keys_file or ""),
     )
     if keys_file is not None:
-        KeyWatch.of(settings)
-    made = bootstrap(settings)
+        watched_keys(settings)
+    made = rendered(settings)[BOOTSTRAP]
     manager = made["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-    manager["http_filters"] = [found for found in manager["http_filters"] if found["name"] != EXT_PROC]
+    manager["http_filters"] = [found for found in manager["http_filters"] if not found["name"].endswith("ext_proc")]
     for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
-        route["typed_per_filter_config"].pop(EXT_PROC)
+        route["typed_per_filter_config"].pop("envoy.filters.http.ext_proc")
     return made
 
 

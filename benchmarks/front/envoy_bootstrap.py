@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gateway.envoy.bootstrap import bootstrap
-from gateway.envoy.clusters import PLUGIN
-from gateway.envoy.routes import EXT_PROC
+from gateway.envoy.render import BOOTSTRAP, rendered
 from gateway.envoy.settings import EnvoySettings, GatewayAddress
 
 
@@ -22,16 +20,17 @@ def with_plugin(
         pods=(pod,),
         access_log=str(access_log),
     )
-    return bootstrap(settings)
+    found: dict[str, Any] = rendered(settings)[BOOTSTRAP]
+    return found
 
 
 def without_plugin(**addresses: Any) -> dict[str, Any]:
     """Return the same without the external processor and its cluster: every request goes to the pod as it came."""
     config = with_plugin(**addresses)
     resources = config["static_resources"]
-    resources["clusters"] = [cluster for cluster in resources["clusters"] if cluster["name"] != PLUGIN]
+    resources["clusters"] = [cluster for cluster in resources["clusters"] if cluster["name"] != "plugin"]
     manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-    manager["http_filters"] = [found for found in manager["http_filters"] if found["name"] != EXT_PROC]
+    manager["http_filters"] = [found for found in manager["http_filters"] if not found["name"].endswith("ext_proc")]
     for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
         route.pop("typed_per_filter_config", None)
     return config

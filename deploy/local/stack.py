@@ -33,7 +33,6 @@ from deploy.local.state import (
     write_endpoints,
     write_settings,
 )
-from gateway.envoy.routes import PODS
 
 DEFAULT_DIRECTORY = ROOT / ".stack"
 SEEN_WITHIN_S = 60.0
@@ -258,7 +257,7 @@ class Stack:
             return gateway.is_ready() and all(known.get(entry["name"], {}).get("ready") for entry in endpoints)
 
         def envoy_sees() -> bool:
-            healthy = readiness.envoy_hosts(f"http://{LOOPBACK}:{settings.ports.envoy_admin}", PODS)
+            healthy = readiness.envoy_hosts(f"http://{LOOPBACK}:{settings.ports.envoy_admin}", "pods")
             return envoy.is_ready() and len(healthy) == len(endpoints)
 
         for part, sees in ((gateway, gateway_sees), (envoy, envoy_sees)):

@@ -9,7 +9,7 @@ from contextcache.process.logs import set_up_logs
 from contextcache.process.run import run_part, settings_or_exit
 from contextcache.process.settings import settings_help
 from gateway.envoy.attendant import attend
-from gateway.envoy.folder import write_folder
+from gateway.envoy.render import write_folder
 from gateway.envoy.settings import EnvoySettings
 
 _USAGE = """usage: context-cache serve envoy bootstrap   write bootstrap, SDS files and keys to ENVOY_CONFIG_DIR

@@ -11,7 +11,7 @@ import contextlib
 import signal
 
 from gateway.envoy.drain import drain
-from gateway.envoy.key_watch import KeyWatch
+from gateway.envoy.keys import watched_keys
 from gateway.envoy.settings import EnvoySettings
 
 
@@ -39,5 +39,5 @@ async def attend(settings: EnvoySettings, stop: asyncio.Event) -> None:
 
 async def _follow_keys(settings: EnvoySettings) -> None:
     if settings.api_keys_file:
-        await KeyWatch.of(settings).follow()
+        await watched_keys(settings).follow()
     await asyncio.Event().wait()

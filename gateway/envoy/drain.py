@@ -12,7 +12,6 @@ import logging
 
 import aiohttp
 
-from gateway.envoy.bootstrap import STAT_PREFIX
 from gateway.envoy.settings import EnvoySettings
 
 log = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class _Admin:
 
     async def num_active(self) -> int:
         """Return how many requests of clients run."""
-        text = await self._ask("GET", f"/stats?filter=^http.{STAT_PREFIX}.downstream_rq_active$")
+        text = await self._ask("GET", "/stats?filter=^http.front.downstream_rq_active$")
         return int(text.rpartition(":")[2])
 
     async def _ask(self, method: str, path: str) -> str:

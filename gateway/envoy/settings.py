@@ -15,9 +15,6 @@ from gateway.settings import CorsOrigin, EngineCall, is_loopback
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
-TRACES_PORT = 4317
-"""OTLP over gRPC where nobody says otherwise."""
-
 
 def _address(text: str) -> str:
     found = _ADDRESS.fullmatch(text)
@@ -32,6 +29,10 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 Address = Annotated[str, AfterValidator(_address)]
 """`host:port`; the host is a name, an IPv4 address, or an IPv6 address in brackets."""
 
@@ -44,11 +45,6 @@ def _absolute(path: str) -> str:
 
 EnvoyPath = Annotated[str, AfterValidator(_absolute)]
 """An absolute path in the file system that Envoy sees, or nothing; not looked at here."""
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as Envoy reads it, to the millisecond."""
-    return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
 
 
 class GatewayAddress(BaseModel):
@@ -196,10 +192,14 @@ class EnvoySettings(ProcessSettings):
     )
 
     @property
+    def listen_address(self) -> str:
+        """`host:port` of the listener for clients."""
+        return _joined(self.listen_host, self.listen_port)
+
+    @property
     def admin_address(self) -> str:
         """`host:port` of the admin interface."""
-        host = f"[{self.admin_host}]" if ":" in self.admin_host else self.admin_host
-        return f"{host}:{self.admin_port}"
+        return _joined(self.admin_host, self.admin_port)
 
     @property
     def api_keys_filter_file(self) -> str:

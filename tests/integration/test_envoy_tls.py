@@ -15,9 +15,8 @@ import pytest
 import trustme
 from cryptography import x509
 
-from gateway.envoy.clusters import PLUGIN
-from gateway.envoy.routes import GATEWAY_HTTP, PODS
 from tests.kit.certificates import NAME, CertificateFiles
+from tests.kit.envoy_names import GATEWAY_HTTP, PLUGIN, PODS
 from tests.kit.envoy_process import DEADLINE_S, RunningEnvoy, envoy_settings, running_envoy
 from tests.kit.stub_engine import StubEngine
 from tests.kit.stub_processor import StubProcessor

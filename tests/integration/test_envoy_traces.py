@@ -10,8 +10,7 @@ import grpc.aio
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
 
-from gateway.envoy.clusters import PLUGIN
-from gateway.envoy.routes import PODS
+from tests.kit.envoy_names import PLUGIN, PODS
 from tests.kit.envoy_process import DEADLINE_S, envoy_settings, running_envoy
 from tests.kit.stub_engine import StubEngine
 from tests.kit.stub_processor import StubProcessor

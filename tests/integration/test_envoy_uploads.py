@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import pytest
 
 from contextcache.errors import BodyTooLarge, error_body
-from gateway.envoy.routes import SHOWN_BYTES_MAX
+from gateway.envoy.render import SHOWN_BYTES_MAX
 from tests.kit.fronts import Client, code_of, running_front
 from tests.kit.gateway_parts import KEY, OTHER_KEY
 from tests.kit.gateway_server import settings_for

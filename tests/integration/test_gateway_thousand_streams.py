@@ -12,8 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gateway.envoy.clusters import PLUGIN
-from gateway.envoy.routes import PODS
+from tests.kit.envoy_names import PLUGIN, PODS
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.fronts import StreamingEngine
 from tests.kit.gateway_parts import KEY

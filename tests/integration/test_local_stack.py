@@ -22,8 +22,7 @@ from deploy.local.progress import StepFailed
 from deploy.local.readiness import envoy_hosts, gateway_endpoints
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS, RunningPart, read_state, write_part
-from gateway.envoy.clusters import PLUGIN
-from gateway.envoy.routes import PODS
+from tests.kit.envoy_names import PLUGIN, PODS
 from tests.kit.patience import PARTS
 from tests.kit.ports import free_ports
 from tests.kit.until import wait_until

@@ -14,10 +14,9 @@ import pytest
 
 from context_manager.client import ContextManagerClient
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
-from gateway.envoy.clusters import PLUGIN
-from gateway.envoy.routes import GATEWAY_HTTP, PODS
 from gateway.envoy.settings import EnvoySettings
 from gateway.settings import EndpointSettings
+from tests.kit.envoy_names import GATEWAY_HTTP, PLUGIN, PODS
 from tests.kit.envoy_process import RunningEnvoy, envoy_settings, running_envoy
 from tests.kit.fronts import Client, StreamingEngine, code_of, running_front
 from tests.kit.gateway_parts import REF

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from contextcache.wire.tracing import open_tracer
-from gateway.envoy.clusters import PLUGIN
+from tests.kit.envoy_names import PLUGIN
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.fronts import Client
 from tests.kit.gateway_server import RunningManager, running_gateway, settings_for

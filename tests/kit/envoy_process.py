@@ -13,9 +13,9 @@ from pathlib import Path
 import aiohttp
 
 from deploy.local.envoy import envoy_command
-from gateway.envoy.bootstrap import LISTENER, bootstrap
-from gateway.envoy.folder import write_folder
+from gateway.envoy.render import write_folder
 from gateway.envoy.settings import EnvoySettings
+from tests.kit.envoy_names import LISTENER, bootstrap
 from tests.kit.gateway_parts import LISTED_CALL
 from tests.kit.until import until
 

@@ -14,9 +14,8 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from gateway.envoy.clusters import PLUGIN
-from gateway.envoy.routes import PODS
 from gateway.settings import GatewaySettings
+from tests.kit.envoy_names import PLUGIN, PODS
 from tests.kit.envoy_process import RunningEnvoy, envoy_settings, running_envoy
 from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_server import DEADLINE_S, RunningGateway, running_gateway

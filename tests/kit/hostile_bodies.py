@@ -22,9 +22,8 @@ from pathlib import Path
 
 import aiohttp
 
-from gateway.envoy.clusters import PLUGIN
-from gateway.envoy.routes import PODS
 from gateway.envoy.settings import EnvoySettings
+from tests.kit.envoy_names import PLUGIN, PODS
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.gateway_parts import KEY, OTHER_KEY
 from tests.kit.gateway_process import ROOT, GatewayProcess

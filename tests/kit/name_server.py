@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from gateway.envoy.routes import TYPE
+from tests.kit.envoy_names import TYPE
 
 _A = 1
 _TTL_S = 5

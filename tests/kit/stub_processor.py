@@ -10,7 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.identity import UNROUTED_HEADER
-from gateway.envoy.clusters import DESTINATION_KEY, LB_NAMESPACE, PROCESSOR_SERVICE
+from tests.kit.envoy_names import DESTINATION_KEY, LB_NAMESPACE, PROCESSOR_SERVICE
 from tests.kit.ports import free_port
 
 

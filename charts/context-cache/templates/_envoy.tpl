@@ -81,7 +81,7 @@ hostnames:
 
 {{/*
 The two routes of modes envoyGateway and inferencePool: calls on contexts go to the gateways, what pods answer to the
-backend of pods. Which way a request takes is said by its method and path as gateway/envoy/routes.py says it, as far as
+backend of pods. Which way a request takes is said by its method and path as gateway/envoy/envoy.yaml.j2 says it, as far as
 prefixes can: what else begins so is refused by the gateway, whose plugin sees every request on the way to a pod.
 
 No filter of these routes may touch x-context-identity or x-gateway-destination-endpoint: routes change headers after the

@@ -7,8 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from gateway.envoy.clusters import PLUGIN
-from gateway.envoy.routes import GATEWAY_HTTP, PODS
+from tests.kit.envoy_names import GATEWAY_HTTP, PLUGIN, PODS
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.fronts import Client, StreamingEngine, code_of, until_answered
 from tests.kit.gateway_process import GatewayProcess

@@ -13,7 +13,6 @@ import yaml
 
 from deploy.chart.dashboard import ROWS, dashboard_json
 from deploy.docs.metrics import PARTS, metrics_of
-from gateway.envoy.bootstrap import STAT_PREFIX
 
 ROOT = Path(__file__).parents[3]
 FILES = ROOT / "charts" / "context-cache" / "files"
@@ -79,7 +78,7 @@ def test_answers_of_envoy_are_those_to_clients_and_not_to_probes():
     asked = [matchers for text in expressions() for name, matchers in selectors(text) if name.startswith("envoy_http_")]
 
     assert len(asked) >= 3
-    assert all(f'envoy_http_conn_manager_prefix="{STAT_PREFIX}"' in matchers for matchers in asked)
+    assert all('envoy_http_conn_manager_prefix="front"' in matchers for matchers in asked)
 
 
 def test_prometheus_can_read_every_query():

@@ -9,21 +9,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from contextcache.errors import MethodNotAllowed, PathNotFound
-from gateway.envoy.bootstrap import bootstrap
-from gateway.envoy.routes import (
-    API_KEYS,
-    EXT_PROC,
-    FRONT_PATHS,
-    GATEWAY_HTTP,
-    GATEWAY_STREAMS,
-    PODS,
-    SHOWN_BYTES_MAX,
-    routes,
-)
+from gateway.envoy.render import FRONT_PATHS, SHOWN_BYTES_MAX
 from gateway.envoy.settings import EnvoySettings
 from gateway.paths import Kind, kind_of, methods_of
 from gateway.settings import GatewaySettings
 from tests.kit.engine_calls import known_calls
+from tests.kit.envoy_names import API_KEYS, EXT_PROC, GATEWAY_HTTP, GATEWAY_STREAMS, PODS, bootstrap, routes
 
 SETTINGS = EnvoySettings(
     gateways=["127.0.0.1:1,127.0.0.1:2"], pods=["127.0.0.1:3"], engine_paths=["GET /version", "PUT /v1/a/b"]

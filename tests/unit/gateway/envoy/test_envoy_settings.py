@@ -10,11 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from gateway.envoy.__main__ import main
-from gateway.envoy.api_keys import discovered
-from gateway.envoy.bootstrap import bootstrap
-from gateway.envoy.folder import write_folder
-from gateway.envoy.settings import EnvoySettings, duration
-from gateway.envoy.tls import secrets
+from gateway.envoy.keys import discovered
+from gateway.envoy.render import duration, write_folder
+from gateway.envoy.settings import EnvoySettings
+from tests.kit.envoy_names import bootstrap, secrets
 
 NEEDED = {"gateways": ["127.0.0.1:1,127.0.0.1:2"], "pods": ["127.0.0.1:3"]}
 VARIABLES = {"ENVOY_GATEWAYS": '["127.0.0.1:1,127.0.0.1:2"]', "ENVOY_PODS": '["127.0.0.1:3"]'}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from gateway.envoy.api_keys import discovered
-from gateway.envoy.key_watch import KeyWatch
+from gateway.envoy.keys import discovered, watched_keys
+from gateway.envoy.settings import EnvoySettings
 from gateway.tenants.keys import hash_key
 from tests.kit.gateway_parts import write_keys
 
@@ -19,13 +20,20 @@ def keys_file(tmp_path):
 
 
 @pytest.fixture
-def filter_file(tmp_path):
-    return tmp_path / "made" / "filter.json"
+def settings(tmp_path, keys_file):
+    return EnvoySettings(
+        gateways=["gw:1,gw:2"], pods=["pod:3"], api_keys_file=str(keys_file), config_dir=str(tmp_path / "made")
+    )
 
 
 @pytest.fixture
-def watch(keys_file, filter_file):
-    return KeyWatch(keys_file, filter_file)
+def filter_file(settings):
+    return Path(settings.api_keys_filter_file)
+
+
+@pytest.fixture
+def watch(settings):
+    return watched_keys(settings)
 
 
 def of(*keys: str) -> str:
@@ -35,7 +43,7 @@ def of(*keys: str) -> str:
 def test_the_filter_is_there_at_once_and_follows_the_file(watch, keys_file, filter_file):
     before = filter_file.read_text()
     write_keys(keys_file, {"second": "demo", "third": "other"})
-    watch.file.look()
+    watch.look()
 
     assert before == of("first")
     assert filter_file.read_text() == of("third", "second")
@@ -44,7 +52,7 @@ def test_the_filter_is_there_at_once_and_follows_the_file(watch, keys_file, filt
 
 def test_a_look_at_the_same_file_writes_nothing(watch, filter_file):
     before = filter_file.stat().st_mtime_ns, filter_file.stat().st_ino
-    watch.file.look()
+    watch.look()
 
     assert (filter_file.stat().st_mtime_ns, filter_file.stat().st_ino) == before
 
@@ -52,16 +60,16 @@ def test_a_look_at_the_same_file_writes_nothing(watch, filter_file):
 def test_a_broken_or_missing_file_keeps_the_last_good_keys_and_is_told_once(watch, keys_file, filter_file, caplog):
     keys_file.write_text("{")
     for _ in range(3):
-        watch.file.look()
+        watch.look()
     keys_file.unlink()
     for _ in range(3):
-        watch.file.look()
+        watch.look()
 
     assert filter_file.read_text() == of("first")
     assert len(caplog.records) == 2
 
     write_keys(keys_file, {"second": "demo"})
-    watch.file.look()
+    watch.look()
 
     assert filter_file.read_text() == of("second")
 
@@ -69,18 +77,18 @@ def test_a_broken_or_missing_file_keeps_the_last_good_keys_and_is_told_once(watc
 def test_what_could_not_be_written_is_written_at_the_next_look(watch, keys_file, filter_file):
     write_keys(keys_file, {"second": "demo"})
     filter_file.with_suffix(".new").mkdir()
-    watch.file.look()
+    watch.look()
     filter_file.with_suffix(".new").rmdir()
-    watch.file.look()
+    watch.look()
 
     assert filter_file.read_text() == of("second")
 
 
-def test_without_a_good_file_there_is_no_watch(keys_file, filter_file):
+def test_without_a_good_file_there_is_no_watch(keys_file, settings):
     keys_file.write_text("{}")
 
     with pytest.raises(ValueError, match="keys"):
-        KeyWatch(keys_file, filter_file)
+        watched_keys(settings)
 
 
 def test_no_key_and_no_tenant_reaches_envoy(watch, filter_file):
