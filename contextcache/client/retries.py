@@ -1,80 +1,72 @@
-"""Who is asked and by whom, and which calls are sent again: what both transports share."""
+"""Address of a server with the API key, and the rule for retries. Both transports share them."""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
-from typing_extensions import override
 
+from contextcache.client import errors
 from contextcache.client.calls import Call
-from contextcache.client.errors import (
-    ApiError,
-    ClientError,
-    ConnectionFailed,
-    ContextBusy,
-    DeadlineExceeded,
-    EndpointsSaturated,
-    EngineError,
-    GatewayUnavailable,
-    IdempotencyKeyInUse,
-    NoReadyEndpoint,
-    RateLimitExceeded,
-    StoreUnavailable,
-    TooManyInFlight,
-)
-from contextcache.client.proxies import Proxy, connection_options, through
+from contextcache.client.failures import ApiError, ClientError
+from contextcache.client.proxies import Proxy, connection_options
 
-T = TypeVar("T")
-_UNTOUCHED = (RateLimitExceeded, TooManyInFlight, EndpointsSaturated, GatewayUnavailable, NoReadyEndpoint, ContextBusy)
-"""Nothing was begun: any call may come again."""
-_UNKNOWN = (StoreUnavailable, EngineError, DeadlineExceeded, IdempotencyKeyInUse)
-"""It may have happened: only what is twice as once may come again."""
+_WITHOUT_EFFECT = (
+    errors.RateLimitExceeded,
+    errors.TooManyInFlight,
+    errors.EndpointsSaturated,
+    errors.GatewayUnavailable,
+    errors.NoReadyEndpoint,
+    errors.ContextBusy,
+)
+"""Errors before any effect: every call may be sent again."""
+_PERHAPS_DONE = (errors.StoreUnavailable, errors.EngineError, errors.DeadlineExceeded, errors.IdempotencyKeyInUse)
+"""Errors after a possible effect: only a repeatable call may be sent again."""
+_NOT_CONNECTED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often a call is sent again, and how long all of it may take."""
+    """Limits of the retries of one call."""
 
     times: int = 4
     within_s: float = 60.0
-    """From the first sending to the last; a longer `Retry-After` is not waited for."""
+    """Seconds from the first attempt to the last. A longer `Retry-After` ends the retries."""
     draw: Callable[[], float] = random.random
+    """Source of the jitter, 0 to 1."""
 
     def wait_s(
         self, call: Call[Any], error: ClientError | httpx.RequestError, sent: int, since_s: float
     ) -> float | None:
-        """Return how long to wait before it is sent again; None: not again.
+        """Return the seconds to wait before the next attempt; None: no further attempt.
 
-        `sent`: how often it was; `since_s`: how long ago the first time was.
+        `sent`: number of attempts so far. `since_s`: seconds since the first attempt.
         """
         if isinstance(error, ApiError):
-            may = isinstance(error, _UNTOUCHED) or (call.repeatable and isinstance(error, _UNKNOWN))
-            asked_s = error.retry_after_s or 0.0
+            may = isinstance(error, _WITHOUT_EFFECT) or (call.repeatable and isinstance(error, _PERHAPS_DONE))
         else:
-            may = call.repeatable or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-            asked_s = 0.0
-        # Not all at once again where many were refused together.
+            may = call.repeatable or isinstance(error, _NOT_CONNECTED)
+        asked_s = (error.retry_after_s or 0.0) if isinstance(error, ApiError) else 0.0
+        # The jitter spreads the retries of clients that were refused together.
         wait_s = max(asked_s, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (sent - 1)) * (0.5 + self.draw() / 2))
         return wait_s if may and sent <= self.times and since_s + wait_s <= self.within_s else None
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the server is and who asks."""
+    """Base URL of a server, and the API key."""
 
     base_url: str
-    api_key: str
+    api_key: str = field(repr=False)
 
     @classmethod
     def of(cls, base_url: str | None, api_key: str | None) -> Place:
-        """Fill in what is not said from `CONTEXT_CACHE_URL` and `CONTEXT_CACHE_API_KEY`. Raises ValueError."""
+        """Take missing values from `CONTEXT_CACHE_URL` and `CONTEXT_CACHE_API_KEY`. Raises ValueError."""
         url = base_url or os.environ.get("CONTEXT_CACHE_URL", "")
         key = api_key or os.environ.get("CONTEXT_CACHE_API_KEY", "")
         if not url:
@@ -84,44 +76,25 @@ class Place:
         try:
             httpx.URL(url)
         except httpx.InvalidURL as exc:
-            told = "base_url is not a valid URL; write an IPv6 address in brackets: http://[::1]:8000"
-            raise ValueError(f"{told} ({exc})") from exc
+            cure = "base_url is not a valid URL; write an IPv6 address in brackets: http://[::1]:8000"
+            raise ValueError(f"{cure} ({exc})") from exc
         if "@" in url.partition("://")[2].partition("/")[0]:
             raise ValueError("base_url must not contain a user or password: error messages show it")
         if not key or not key.isascii() or not key.isprintable():
             raise ValueError("no API key: pass api_key or set CONTEXT_CACHE_API_KEY=… (printable ASCII)")
         return cls(url.rstrip("/").removesuffix("/v1"), key)
 
-    @override
-    def __repr__(self) -> str:
-        """Return it without the key."""
-        return f"Place({self.base_url!r})"
-
     def options(self, timeout_s: float, proxy: Proxy | None) -> dict[str, Any]:
-        """Return what either of httpx's clients is made with. `timeout_s`: for connecting, and between two bytes."""
+        """Return the arguments of an httpx client. `timeout_s`: the longest silence of the server."""
         return {
-            "base_url": self.base_url,
-            "headers": {"authorization": f"Bearer {self.api_key}", "user-agent": "context-cache-python"},
+            "headers": {"user-agent": "context-cache-python"},
             "timeout": httpx.Timeout(timeout_s, connect=10.0),
             **connection_options(proxy),
         }
 
 
-def request_of(http: httpx.Client | httpx.AsyncClient, call: Call[Any]) -> httpx.Request:
-    """Return what a call is on the wire."""
-    return http.build_request(
-        call.method, call.path, json=call.body, params=dict(call.query) or None, headers=dict(call.headers)
-    )
-
-
-def adopt(http: httpx.Client | httpx.AsyncClient, place: Place) -> None:
-    """Have somebody's own client ask this server with this key."""
-    http.base_url = httpx.URL(place.base_url)
-    http.headers["authorization"] = f"Bearer {place.api_key}"
-
-
 def json_of(response: httpx.Response) -> Any:
-    """Return an answer's JSON; an empty object where it is none."""
+    """Return the JSON of an answer; an empty object if the body is not JSON."""
     try:
         return response.json()
     except (ValueError, RecursionError):
@@ -129,22 +102,5 @@ def json_of(response: httpx.Response) -> Any:
 
 
 def named(response: httpx.Response) -> dict[str, str]:
-    """Return an answer's headers, names in lower case."""
+    """Return the headers of an answer, names in lower case."""
     return {name.lower(): value for name, value in response.headers.items()}
-
-
-def told(error: ApiError | httpx.RequestError, place: Place, proxy: Proxy | None) -> ClientError:
-    """Return the error that the caller sees."""
-    if isinstance(error, ApiError):
-        return error
-    way = through(proxy, place.base_url)
-    return ConnectionFailed(f"no answer from {place.base_url}: {type(error).__name__}: {error}{way}")
-
-
-@contextmanager
-def no_foreign_errors(place: Place) -> Iterator[None]:
-    """Have what breaks while an answer is read raise an error of ours."""
-    try:
-        yield
-    except httpx.RequestError as exc:
-        raise ConnectionFailed(f"the connection to {place.base_url} broke: {type(exc).__name__}: {exc}") from exc

@@ -1,11 +1,10 @@
-"""All checks in their order: the later ones make sense only where the earlier ones went well. Read this first."""
+"""All checks in their order. Later checks need the success of earlier ones. Read this file first."""
 
 from __future__ import annotations
 
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,26 +18,26 @@ _POLL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to examine."""
+    """Deployment to examine, and the way to reach it. An empty address skips the checks of that part."""
 
     url: str
     version: str
-    """The doctor's own."""
+    """Version of the doctor."""
     key: ApiKey | None = None
     model: str = ""
-    """Empty: the first that is served."""
+    """Empty: the first served model."""
     with_story: bool = False
     """Create, ask and delete a context."""
     wait_s: float = 0
-    """How long the deployment may take to become ready."""
+    """Seconds to wait until the deployment is ready."""
     timeout_s: float = 60
-    """For one answer."""
+    """Seconds to wait for one answer."""
     metrics_url: str = ""
-    """Of a gateway."""
+    """URL of a gateway's metrics port."""
     injector_url: str = ""
-    """Of an injector's metrics."""
+    """URL of an injector's metrics port."""
     manager_url: str = ""
-    """URL of a context-manager's metrics."""
+    """URL of a context manager's metrics port."""
     manager: str = ""
     sidecar: str = ""
     ca_file: Path | None = None
@@ -48,48 +47,44 @@ class Plan:
 
 
 def examine(plan: Plan, *, sleep: Callable[[float], None] = time.sleep) -> Iterator[Finding]:
-    """Yield findings as they are made. Raises OSError when a file of the plan cannot be read."""
-    context = tls_check.client_context(ca_file=plan.ca_file, parts_dir=plan.parts_dir)
-    front = Front(plan.url, key=plan.key, timeout_s=plan.timeout_s, tls=context)
+    """Yield findings as the checks run. Raises OSError if a file of the plan cannot be read."""
+    tls = tls_check.client_context(ca_file=plan.ca_file, parts_dir=plan.parts_dir)
+    front = Front(plan.url, key=plan.key, timeout_s=plan.timeout_s, tls=tls)
     try:
-        server_name = yield from _certificate(plan, front, context)
+        server_name = yield from _certificate(plan, front, tls)
         if server_name is None:
             return
         front.close()
-        front = Front(plan.url, key=plan.key, timeout_s=plan.timeout_s, tls=context, server_name=server_name)
+        front = Front(plan.url, key=plan.key, timeout_s=plan.timeout_s, tls=tls, server_name=server_name)
         _wait(plan, front, sleep)
         yield from _checks(plan, front)
     except Unreachable as exc:
         yield failed("reach", exc.reason, exc.hint)
     finally:
         front.close()
-    yield from _parts(plan, context)
+    yield from _parts(plan, tls)
 
 
-def _certificate(plan: Plan, front: Front, context: ssl.SSLContext) -> Generator[Finding, None, str | None]:
-    """Yield findings; return the name the certificate is for ("": the URL's host), None when it is not believed."""
+def _certificate(plan: Plan, front: Front, tls: ssl.SSLContext) -> Generator[Finding, None, str | None]:
+    """Yield findings. Return the name in the certificate ("": the URL's host), None if it is not trusted."""
     host = front.url.host
     if front.url.scheme != "https":
         yield from tls_check.plain(host)
         return ""
     names = [plan.server_name] if plan.server_name else [host, *(["context-cache"] if plan.parts_dir else [])]
     try:
-        outcome = tls_check.shake_hands(
-            host, front.url.port or 443, context=context, names=names, timeout_s=plan.timeout_s
-        )
+        outcome = tls_check.shake_hands(host, front.url.port or 443, context=tls, names=names, timeout_s=plan.timeout_s)
     except OSError:
-        # Who cannot connect at all learns why by the first request.
-        return ""
+        return ""  # the first request explains why there is no connection
     yield from tls_check.certificate(outcome, host)
     return None if isinstance(outcome, ssl.SSLError) else outcome.server_name
 
 
 def _wait(plan: Plan, front: Front, sleep: Callable[[float], None]) -> None:
-    """Return when the front is ready, or the plan's patience is at an end: the checks will say what is missing."""
-    tries = int(plan.wait_s / _POLL_S)
-    for _ in range(tries):
+    """Return when the front is ready or `wait_s` has passed: the checks then report the fault."""
+    for _ in range(int(plan.wait_s / _POLL_S)):
         try:
-            if front.call("GET", "/readyz", with_key=False).status == 200:
+            if front.with_key(None).call("GET", "/readyz").status == 200:
                 return
         except Unreachable:
             pass
@@ -97,60 +92,58 @@ def _wait(plan: Plan, front: Front, sleep: Callable[[float], None]) -> None:
 
 
 def _checks(plan: Plan, front: Front) -> Iterator[Finding]:
-    reached = True
-    for finding in access_checks.reach(front):
-        reached &= finding.level is Level.OK
-        yield finding
-    if not reached:
+    reached = yield from _told("reach", access_checks.reach(front))
+    if any(finding.level is not Level.OK for finding in reached):
         yield skipped("everything else", "skipped: an earlier check failed")
         return
-    yield from _understood("clock", access_checks.clock(front))
-    yield from _understood("ready", access_checks.ready(front))
-    admitted = False
-    for finding in _understood("key", access_checks.keys(front)):
-        admitted |= finding.admits
-        yield finding
-    if not admitted:
+    yield from _told("clock", access_checks.clock(front))
+    yield from _told("ready", access_checks.ready(front))
+    keys = yield from _told("key", access_checks.keys(front))
+    if not any(finding.admits for finding in keys):
         yield skipped("everything else", "needs an API key")
         return
-    yield from _understood("isolation", access_checks.isolation(front))
-    yield from _understood("versions", engine_checks.versions(front, plan.version))
-    yield from _understood("models", engine_checks.models(front, plan.model))
+    yield from _told("isolation", access_checks.isolation(front))
+    yield from _told("versions", engine_checks.versions(front, plan.version))
+    yield from _told("models", engine_checks.models(front, plan.model))
     names = engine_checks.model_names(front)
-    model = plan.model or (names[0] if names else "")
+    model = plan.model or next(iter(names), "")
     if model not in names:
         yield skipped("turns", "skipped: no model is served")
         return
-    yield from _understood("forged headers", access_checks.forged_headers(front, model))
-    yield from _understood("streaming", engine_checks.streaming(front, model))
+    yield from _told("forged headers", access_checks.forged_headers(front, model))
+    yield from _told("streaming", engine_checks.streaming(front, model))
     if plan.with_story:
-        yield from _understood("story", story(front, model))
+        yield from _told("story", story(front, model))
 
 
-def _understood(check: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield findings; an answer of a shape that no gateway sends is one more of them, not the examination's end."""
+def _told(check: str, findings: Iterator[Finding]) -> Generator[Finding, None, list[Finding]]:
+    """Yield the findings of a check and return them. A malformed answer is one more finding."""
+    found = []
     try:
-        yield from findings
+        for finding in findings:
+            found.append(finding)
+            yield finding
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
         hint = "The answer is not from context-cache, or a proxy in front changes answers."
-        yield failed(check, f"the answer is not from context-cache ({type(exc).__name__})", hint)
+        found.append(failed(check, f"the answer is not from context-cache ({type(exc).__name__})", hint))
+        yield found[-1]
+    return found
 
 
-def _parts(plan: Plan, context: ssl.SSLContext) -> Iterator[Finding]:
-    if plan.metrics_url:
-        front = Front(plan.metrics_url, key=None, timeout_s=plan.timeout_s, tls=context)
-        yield from part_checks.metrics(front)
-        with suppress(Unreachable):  # told by the check before
-            yield from _understood("details", access_checks.details(front))
-        front.close()
-    if plan.injector_url:
-        front = Front(plan.injector_url, key=None, timeout_s=plan.timeout_s, tls=context)
-        yield from part_checks.injector(front)
-        front.close()
-    if plan.manager_url:
-        front = Front(plan.manager_url, key=None, timeout_s=plan.timeout_s, tls=context)
-        yield from part_checks.manager(front)
-        front.close()
+def _parts(plan: Plan, tls: ssl.SSLContext) -> Iterator[Finding]:
+    for check, url, examine_part in (
+        ("metrics", plan.metrics_url, part_checks.gateway),
+        ("injector", plan.injector_url, part_checks.injector),
+        ("redis", plan.manager_url, part_checks.manager),
+    ):
+        if url:
+            front = Front(url, timeout_s=plan.timeout_s, tls=tls)
+            try:
+                yield from _told(check, examine_part(front))
+            except Unreachable as exc:
+                yield failed(check, exc.reason, exc.hint)
+            finally:
+                front.close()
     name = plan.server_name or "context-cache"
     for part, address in (("context-manager", plan.manager), ("kv-sidecar", plan.sidecar)):
         if address:

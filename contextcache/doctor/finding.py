@@ -1,4 +1,4 @@
-"""What a check found, in words for whoever runs the deployment."""
+"""Result of a check, in words for the operator."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+CLOCK_SKEW_S = 20.0
+"""Largest difference of two clocks without a complaint. Signed identities live for a minute."""
+
 
 class Level(StrEnum):
-    """How it went."""
+    """Outcome of a check."""
 
     OK = "ok"
     WARNING = "warning"
-    """It works; something about it deserves a look."""
+    """The deployment works, but needs attention."""
     FAILED = "failed"
     SKIPPED = "skipped"
 
@@ -26,31 +29,31 @@ class Finding:
     level: Level
     text: str
     hint: str = ""
-    """What to do about it; empty when all is well."""
+    """The cure; empty if the check succeeded."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Figures, for `--json`."""
 
     @property
     def admits(self) -> bool:
-        """Whether it means that requests like the following ones are let in."""
+        """Whether the front accepts the requests of the following checks."""
         return (self.check == "key" and self.level is Level.OK) or self.facts.get("let_in") is True
 
 
 def ok(check: str, text: str, **facts: Any) -> Finding:
-    """Return a finding that all is well."""
+    """Return a success."""
     return Finding(check, Level.OK, text, facts=facts)
 
 
 def warning(check: str, text: str, hint: str, **facts: Any) -> Finding:
-    """Return a finding that something deserves a look."""
+    """Return a finding that needs attention."""
     return Finding(check, Level.WARNING, text, hint, facts)
 
 
 def failed(check: str, text: str, hint: str, **facts: Any) -> Finding:
-    """Return a finding that something is wrong."""
+    """Return a fault."""
     return Finding(check, Level.FAILED, text, hint, facts)
 
 
 def skipped(check: str, text: str) -> Finding:
-    """Return a finding that nothing could be found."""
+    """Return a check that could not run."""
     return Finding(check, Level.SKIPPED, text)

@@ -1,22 +1,22 @@
-"""The deployment as a client sees it: one HTTP client, whose errors are words. The only importer of httpx.
-
-Nothing here raises for a status: what a status means is the checks' business.
-"""
+"""HTTP requests of the doctor. A status is never an error here: the checks judge it. The only importer of httpx."""
 
 from __future__ import annotations
 
-import json
+import copy
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from contextcache.client._sync.transport import bounded, read_whole
+from contextcache.client.events import StreamReader
+from contextcache.client.failures import ApiError, BrokenStream, NotUnderstood, error_of
 from contextcache.client.proxies import proxy_of
-from contextcache.doctor.bounded_answer import EndlessAnswer, bounded, lines_of
+from contextcache.client.retries import json_of, named
 
 _ERROR_CHARS = 200
 
@@ -39,154 +39,120 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back."""
+    """An HTTP answer."""
 
     status: int
     headers: Mapping[str, str]
     """Names in lower case."""
     text: str
     took_ms: float
-    body: Any = None
-    """The parsed JSON, None when it is none."""
+    body: Any
+    """The parsed JSON; an empty object if the body is not JSON."""
 
     @property
     def code(self) -> str:
-        """`error.code` of our errors, else empty."""
-        error = self.body.get("error") if isinstance(self.body, dict) else None
-        return str(error.get("code", "")) if isinstance(error, dict) else ""
+        """`error.code` of an error of ours, else empty."""
+        return str(error_of(self.body).get("code", ""))
 
     def describe(self) -> str:
-        """Return status and message of an error, short."""
-        error = self.body.get("error") if isinstance(self.body, dict) else None
-        message = error.get("message", "") if isinstance(error, dict) else ""
-        return " ".join(filter(None, (str(self.status), self.code, str(message)[:_ERROR_CHARS])))
+        """Return the status, code and message of an error, shortened."""
+        message = str(error_of(self.body).get("message", ""))[:_ERROR_CHARS]
+        return " ".join(filter(None, (str(self.status), self.code, message)))
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A streamed answer, by when its events came."""
+    """A streamed answer, as the times of its events."""
 
     answer: Answer
-    arrivals_s: list[float] = field(default_factory=list)
+    arrivals_s: Sequence[float] = ()
     """Seconds from the request to each event."""
     is_complete: bool = False
     """Whether `[DONE]` came."""
 
 
 class Front:
-    """One URL, with or without a key."""
+    """One URL, with an API key or without."""
 
-    def __init__(  # what differs between deployments, by name
+    def __init__(
         self,
         url: str,
         *,
-        key: ApiKey | None,
+        key: ApiKey | None = None,
         timeout_s: float,
         tls: ssl.SSLContext | None = None,
         server_name: str = "",
         transport: httpx.BaseTransport | None = None,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`server_name`: what the certificate is for when it is not the URL's host."""
-        self.url = httpx.URL(url.rstrip("/"))
-        self.key = key
-        self._monotonic_s = monotonic_s
+        """`server_name`: the name in the certificate if it is not the URL's host."""
+        self.url, self.key, self._timeout_s, self._monotonic_s = httpx.URL(url.rstrip("/")), key, timeout_s, monotonic_s
         self._extensions = {"sni_hostname": server_name} if server_name else {}
-        # Proxies of the environment are for other places; a deployment is asked directly.
-        self._client = httpx.Client(
+        # The doctor asks the deployment itself, without the proxies of the environment.
+        self._http = httpx.Client(
             base_url=self.url, timeout=timeout_s, verify=tls or True, transport=transport, trust_env=False
         )
-        self.timeout_s = timeout_s
+
+    def with_key(self, key: ApiKey | None) -> Front:
+        """Return the same front with another key; None: without a key."""
+        other = copy.copy(self)
+        other.key = key
+        return other
 
     def close(self) -> None:
         """Close its connections."""
-        self._client.close()
+        self._http.close()
 
-    def call(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        key: ApiKey | None = None,
-        with_key: bool = True,
-    ) -> Answer:
-        """Return the answer to one request. `key` is sent instead of the front's own. Raises Unreachable."""
-        request = self._request(method, path, body, headers, key or (self.key if with_key else None))
-        started_s = self._monotonic_s()
+    def call(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
+        """Return the answer to one request. Raises Unreachable."""
+        began_s = self._monotonic_s()
         try:
-            response = self._client.send(request, stream=True)
-            raw = self._read(response, started_s)
-        except (httpx.HTTPError, EndlessAnswer) as exc:
+            response = self._whole(self._send(method, path, body, headers))
+        except (httpx.HTTPError, NotUnderstood) as exc:
             raise self._unreachable(exc) from exc
-        return _answer(response, raw, (self._monotonic_s() - started_s) * 1000)
+        return self._answer(response, began_s)
 
     def stream(self, path: str, body: Any) -> Stream:
-        """Return a streamed answer with the times of its events. Raises Unreachable."""
-        request = self._request("POST", path, body, None, self.key)
-        started_s = self._monotonic_s()
-        arrivals_s: list[float] = []
-        is_complete = False
+        """Return the times of a streamed answer's events. Raises Unreachable."""
+        began_s, arrivals_s, reader = self._monotonic_s(), list[float](), StreamReader({})
         try:
-            response = self._client.send(request, stream=True)
-            try:
-                if response.status_code != httpx.codes.OK:
-                    return Stream(_answer(response, self._read(response, started_s), 0))
-                for line in lines_of(self._pieces(response, started_s)):
-                    is_complete |= line == b"data: [DONE]"
-                    if line.startswith(b"data:"):
-                        arrivals_s.append(self._monotonic_s() - started_s)
-            finally:
-                response.close()
-        except (httpx.HTTPError, EndlessAnswer) as exc:
+            response = self._send("POST", path, body)
+            if response.status_code != httpx.codes.OK:
+                return Stream(self._answer(self._whole(response), began_s))
+            with closing(response), suppress(ApiError):
+                for piece in bounded(response, self._timeout_s, monotonic_s=self._monotonic_s):
+                    arrivals_s += [self._monotonic_s() - began_s for _ in reader.feed(piece)]
+        except (httpx.HTTPError, BrokenStream, NotUnderstood) as exc:
             raise self._unreachable(exc) from exc
-        return Stream(_answer(response, b"", (self._monotonic_s() - started_s) * 1000), arrivals_s, is_complete)
+        return Stream(self._answer(httpx.Response(httpx.codes.OK), began_s), arrivals_s, reader.is_finished)
 
-    def _request(
-        self, method: str, path: str, body: Any, headers: Mapping[str, str] | None, key: ApiKey | None
-    ) -> httpx.Request:
-        sent = dict(headers or {})
-        if key is not None:
-            sent["authorization"] = f"Bearer {key.value}"
-        return self._client.build_request(method, path, json=body, headers=sent, extensions=self._extensions)
+    def _send(self, method: str, path: str, body: Any, headers: Mapping[str, str] | None = None) -> httpx.Response:
+        key = {} if self.key is None else {"authorization": f"Bearer {self.key.value}"}
+        request = self._http.build_request(
+            method, path, json=body, headers={**(headers or {}), **key}, extensions=self._extensions
+        )
+        return self._http.send(request, stream=True)
 
-    def _read(self, response: httpx.Response, started_s: float) -> bytes:
-        try:
-            return b"".join(self._pieces(response, started_s))
-        finally:
-            response.close()
+    def _whole(self, response: httpx.Response) -> httpx.Response:
+        return read_whole(response, self._timeout_s, monotonic_s=self._monotonic_s)
 
-    def _pieces(self, response: httpx.Response, started_s: float) -> Iterator[bytes]:
-        return bounded(response.iter_bytes(), until_s=started_s + self.timeout_s, monotonic_s=self._monotonic_s)
+    def _answer(self, response: httpx.Response, began_s: float) -> Answer:
+        took_ms = (self._monotonic_s() - began_s) * 1000
+        return Answer(response.status_code, named(response), response.text, took_ms, json_of(response))
 
     def _unreachable(self, exc: Exception) -> Unreachable:
         where = f"{self.url.host}:{self.url.port or (443 if self.url.scheme == 'https' else 80)}"
-        found = explain(exc, where=where, timeout_s=self.timeout_s)
-        return Unreachable(found.reason, f"{found.hint}{_unused_proxy(str(self.url))}")
-
-
-def _unused_proxy(url: str) -> str:
-    with suppress(ValueError):  # a proxy that cannot be used
-        if (proxy := proxy_of(url)) is not None:
-            return f" {proxy.variable} names the proxy {proxy.shown}, which the doctor does not use."
-    return ""
-
-
-def explain(exc: Exception, *, where: str, timeout_s: float) -> Unreachable:
-    """Return in words why no answer came."""
-    said = str(exc).lower()
-    for matches, reason, hint in _REASONS:
-        if matches(exc, said):
-            return Unreachable(reason.format(where=where, timeout_s=timeout_s), hint)
-    return Unreachable(
-        f"no connection to {where} ({type(exc).__name__})", "Check the network between this machine and the server."
-    )
+        text = str(exc).lower()
+        reason, hint = next((reason, hint) for matches, reason, hint in _REASONS if matches(exc, text))
+        with suppress(ValueError):  # a proxy that cannot be used
+            if (proxy := proxy_of(str(self.url))) is not None:
+                hint += f" {proxy.variable} names the proxy {proxy.shown}, which the doctor does not use."
+        return Unreachable(reason.format(where=where, timeout_s=self._timeout_s, kind=type(exc).__name__), hint)
 
 
 _REASONS: Sequence[tuple[Callable[[Exception, str], bool], str, str]] = (
     (
-        lambda exc, _: isinstance(exc, EndlessAnswer),
+        lambda exc, text: isinstance(exc, BrokenStream | NotUnderstood) or "did not end" in text,
         "the answer of {where} does not end within {timeout_s:g} s, or is far too long",
         "The answer is not from context-cache, or the model is slow: raise --timeout-s.",
     ),
@@ -201,17 +167,17 @@ _REASONS: Sequence[tuple[Callable[[Exception, str], bool], str, str]] = (
         "Read the logs of Envoy and gateway. A model on a CPU may take longer: raise --timeout-s.",
     ),
     (
-        lambda _, said: "certificate" in said,
+        lambda _, text: "certificate" in text,
         "the certificate of {where} is not trusted",
         "Pass its CA with --ca-file, and its name with --server-name.",
     ),
     (
-        lambda _, said: any(text in said for text in ("name or service", "nodename nor", "name resolution")),
+        lambda _, text: any(part in text for part in ("name or service", "nodename nor", "name resolution")),
         "the host of {where} is unknown",
         "Names of Services exist only in the cluster. From outside use the address of a load balancer.",
     ),
     (
-        lambda _, said: "refused" in said,
+        lambda _, text: "refused" in text,
         "no process listens at {where}",
         "Is a pod behind the Service ready (`kubectl get endpointslices`), and is the port right?",
     ),
@@ -220,15 +186,10 @@ _REASONS: Sequence[tuple[Callable[[Exception, str], bool], str, str]] = (
         "{where} closed the connection without an answer",
         "Is the URL's scheme right? Plain HTTP on an HTTPS port ends like this, and so does a killed pod.",
     ),
+    (
+        lambda *_: True,
+        "no connection to {where} ({kind})",
+        "Check the network between this machine and the server.",
+    ),
 )
-"""Whether an error is of a kind, what that means, and what to look at; the first that matches counts."""
-
-
-def _answer(response: httpx.Response, raw: bytes, took_ms: float) -> Answer:
-    text = raw.decode(errors="replace")
-    try:
-        body = json.loads(text)
-    except (RecursionError, ValueError):
-        body = None
-    headers = {name.lower(): value for name, value in response.headers.items()}
-    return Answer(response.status_code, headers, text, took_ms, body)
+"""Test of an error, its meaning, and the things to check. The first match counts."""

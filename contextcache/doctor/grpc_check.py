@@ -1,4 +1,4 @@
-"""Health of a part that speaks gRPC alone. Needs the package grpcio, and says so where it is missing."""
+"""Check of a part that speaks only gRPC. Skipped if the package grpcio is not installed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 _CHECK = "/grpc.health.v1.Health/Check"
 _ALL_SERVICES = b""
-"""A HealthCheckRequest without a service, encoded: an empty message."""
+"""Encoded HealthCheckRequest without a service: an empty message."""
 _SERVING = b"\x08\x01"
-"""A HealthCheckResponse with status SERVING, encoded: field 1, value 1."""
+"""Encoded HealthCheckResponse with status SERVING: field 1, value 1."""
 
 
 def health(part: str, address: str, *, parts_dir: Path | None, server_name: str, timeout_s: float) -> Iterator[Finding]:
-    """Ask a part's gRPC health service. Raises OSError when a file of `parts_dir` cannot be read."""
+    """Ask the gRPC health service of a part. Raises OSError if a file of `parts_dir` cannot be read."""
     try:
         import grpc
     except ModuleNotFoundError:
@@ -43,7 +43,7 @@ def health(part: str, address: str, *, parts_dir: Path | None, server_name: str,
 def _channel(address: str, parts_dir: Path | None, server_name: str) -> grpc.Channel:
     import grpc
 
-    # The proxies of the environment are for other servers.
+    # The doctor asks the part itself, without the proxies of the environment.
     options: list[tuple[str, str | int]] = [("grpc.enable_http_proxy", 0)]
     if parts_dir is None:
         return grpc.insecure_channel(address, options)

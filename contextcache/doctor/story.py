@@ -1,6 +1,6 @@
-"""The story of the project, told to a deployment: create a context, ask it, read it, delete it. Read this first.
+"""Check of a whole conversation: create a context, ask it, read it, delete it.
 
-A context that was made is deleted whatever happens in between; if that fails too it ends by its ttl.
+The check deletes its context whatever happens. If the delete fails, the context expires by its ttl.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 from contextcache.doctor.finding import Finding, failed, ok, warning
 from contextcache.doctor.front import Answer, Front, Unreachable
 
-_TTL_S = 300
-_TOKENS = 8
+_TTL_S, _TOKENS = 300, 8
 _FIRST = (
     "The following is a note on rivers. A river begins at a spring or where smaller streams meet, runs downhill "
     "through a valley it has made for itself, carries sand and gravel along, and ends in another river, in a lake or "
@@ -21,11 +20,20 @@ _FIRST = (
 )
 _NEXT = " In one sentence: where does a river end?"
 _RECEIPTS = ("x-session-id", "x-context-cache", "x-context-cached-tokens", "x-context-generation")
-
-_MODEL = (
-    "the KV of this model is not supported. vLLM's log tells why, docs/operations/limits.md lists the supported ones."
-)
-_LEFT_ALONE = {
+_READ_LOGS = "Read the logs of gateway and vLLM."
+_CREATE_CURES = {
+    "store_unavailable": "No connection to the context manager or its Redis: read the log of context-manager.",
+    "gateway_unavailable": "Check the gateway's and vLLM's pods.",
+    "no_ready_endpoint": "Check the gateway's and vLLM's pods.",
+}
+"""Cure of a failed create by the error's code."""
+_STATUS_CURES = {
+    200: "The pod answered without a session_id: its turn middleware is missing (--middleware, or the pod injector).",
+    404: "No route leads to the gateway: POST /v1/context must reach it (docs/guides/envoy.md).",
+}
+"""Cure of a failed create by the status, for other codes."""
+_MODEL = "the KV of this model is not supported. vLLM's log tells why, docs/operations/limits.md lists supported ones."
+_ENGINE_CURES = {
     "context_parallel": "context parallelism splits pages: set its sizes to 1.",
     "encoder_decoder": _MODEL,
     "failure_policy": 'the engine needs "kv_load_failure_policy": "recompute" in --kv-transfer-config.',
@@ -34,21 +42,22 @@ _LEFT_ALONE = {
     "several_groups": "windows besides full attention need at least vLLM 0.30.",
     "unsupported_layers": _MODEL,
 }
-"""What to do about an engine that the connector leaves alone, by its reason."""
+"""Cure by the reason for which the connector skips an engine."""
 
 
 def story(front: Front, model: str) -> Iterator[Finding]:
-    """Tell it. Raises Unreachable."""
+    """Run the conversation. Raises Unreachable."""
     body = {"model": model, "prompt": _FIRST, "ttl": _TTL_S, "max_tokens": _TOKENS}
     created = front.call("POST", "/v1/context", body)
     session_id = created.body.get("session_id") if isinstance(created.body, dict) else None
     if created.status != 200 or not session_id:
-        yield failed("create", f"POST /v1/context: {created.describe()}", _create_hint(created))
+        hint = _CREATE_CURES.get(created.code) or _STATUS_CURES.get(created.status, _READ_LOGS)
+        yield failed("create", f"POST /v1/context: {created.describe()}", hint)
         return
     try:
-        yield ok(
-            "create", f"a context of {_tokens(created)} tokens in {created.took_ms:.0f} ms", ms=round(created.took_ms)
-        )
+        tokens = sum(int(_context_of(created).get(name, 0)) for name in ("computed_tokens", "cached_tokens"))
+        text = f"a context of {tokens} tokens in {created.took_ms:.0f} ms"
+        yield ok("create", text, ms=round(created.took_ms))
         yield from _receipts("create", created)
         yield from _ask(front, model, session_id)
         yield from _read(front, session_id)
@@ -59,33 +68,17 @@ def story(front: Front, model: str) -> Iterator[Finding]:
     yield from _delete(front, model, session_id)
 
 
-def _create_hint(answer: Answer) -> str:
-    if answer.code == "store_unavailable":
-        return "No connection to the context manager or its Redis: read the log of context-manager."
-    if answer.code in {"gateway_unavailable", "no_ready_endpoint"}:
-        return "Check the gateway's and vLLM's pods."
-    if answer.status == 404:
-        return "No route leads to the gateway: POST /v1/context must reach it (docs/guides/envoy.md)."
-    if answer.status == 200:
-        return (
-            "The pod answered without a session_id: its turn middleware is missing (--middleware, or the pod injector)."
-        )
-    return "Read the logs of gateway and vLLM."
-
-
-def _tokens(answer: Answer) -> int:
-    context = _usage(answer).get("context") or {}
-    return int(context.get("computed_tokens", 0)) + int(context.get("cached_tokens", 0))
-
-
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage_of(answer: Answer) -> dict[str, Any]:
     usage = answer.body.get("usage") if isinstance(answer.body, dict) else None
     return usage if isinstance(usage, dict) else {}
 
 
+def _context_of(answer: Answer) -> dict[str, Any]:
+    return _usage_of(answer).get("context") or {}
+
+
 def _receipts(check: str, answer: Answer) -> Iterator[Finding]:
-    missing = [name for name in _RECEIPTS if name not in answer.headers]
-    if missing:
+    if missing := [name for name in _RECEIPTS if name not in answer.headers]:
         hint = "A proxy in front removes unknown headers, so clients lose their receipts."
         yield warning("receipts", f"{check}: no {', '.join(missing)}", hint)
 
@@ -94,26 +87,24 @@ def _ask(front: Front, model: str, session_id: str) -> Iterator[Finding]:
     body = {"model": model, "session_id": session_id, "prompt": _NEXT, "max_tokens": _TOKENS}
     asked = front.call("POST", "/v1/completions", body)
     if asked.status != 200:
-        yield failed("ask", f"POST /v1/completions: {asked.describe()}", "Read the logs of gateway and vLLM.")
+        yield failed("ask", f"POST /v1/completions: {asked.describe()}", _READ_LOGS)
         return
-    context = _usage(asked).get("context") or {}
-    reason = str(context.get("reason", ""))
-    verdict, source = asked.headers.get("x-context-cache", "unknown"), context.get("source", "unknown")
+    context, verdict = _context_of(asked), asked.headers.get("x-context-cache", "unknown")
+    reason, source = str(context.get("reason", "")), context.get("source", "unknown")
     facts = {"verdict": verdict, "source": source, "ms": round(asked.took_ms), "reason": reason}
     text = f"{verdict}: {context.get('cached_tokens', 0)} of {context.get('context_tokens', 0)} tokens from {source}"
-    if verdict == "hit" and reason not in _LEFT_ALONE:
+    if verdict == "hit" and reason not in _ENGINE_CURES:
         yield ok("ask", f"{text}, in {asked.took_ms:.0f} ms", **facts)
     else:
-        hint = _LEFT_ALONE.get(reason, "read kv-sidecar's log, and check its socket and its disk.")
-        why = f" ({reason})" if reason else ""
-        yield warning("ask", text + why, f"The answer is right, but the prompt was computed again: {hint}", **facts)
+        cure = _ENGINE_CURES.get(reason, "read kv-sidecar's log, and check its socket and its disk.")
+        hint = f"The answer is right, but the prompt was computed again: {cure}"
+        yield warning("ask", f"{text} ({reason})" if reason else text, hint, **facts)
     yield from _receipts("ask", asked)
     yield _usage_rule(asked)
 
 
 def _usage_rule(asked: Answer) -> Finding:
-    usage = _usage(asked)
-    context = usage.get("context") or {}
+    usage, context = _usage_of(asked), _context_of(asked)
     computed, cached = int(context.get("computed_tokens", 0)), int(context.get("cached_tokens", -1))
     known, counted = int(context.get("context_tokens", 0)), int(usage.get("prompt_tokens", 0))
     total = counted + int(usage.get("completion_tokens", 0))
@@ -127,10 +118,10 @@ def _usage_rule(asked: Answer) -> Finding:
 
 
 def _read(front: Front, session_id: str) -> Iterator[Finding]:
-    found = front.call("GET", f"/v1/context/{session_id}")
-    body: Any = found.body
-    if found.status != 200 or not isinstance(body, dict):
-        yield failed("read", f"GET /v1/context/{{id}}: {found.describe()}", "Read the log of context-manager.")
+    answer = front.call("GET", f"/v1/context/{session_id}")
+    body = answer.body
+    if answer.status != 200 or not isinstance(body, dict):
+        yield failed("read", f"GET /v1/context/{{id}}: {answer.describe()}", "Read the log of context-manager.")
         return
     state, tiers = (body.get("holder") or {}).get("state", "unknown"), body.get("tiers") or []
     facts = {"state": state, "tiers": tiers, "bytes": body.get("bytes"), "generation": body.get("generation")}
@@ -138,10 +129,7 @@ def _read(front: Front, session_id: str) -> Iterator[Finding]:
         where = f" in {', '.join(tiers)}" if tiers else ""
         yield ok("read", f"generation {body.get('generation')}, KV {state}{where}", **facts)
     else:
-        hint = (
-            "Turns are right, but always computed again. Read the log of kv-sidecar beside the pod, and "
-            "check its disk and its port."
-        )
+        hint = "Each turn computes everything again. Read the log of the pod's kv-sidecar, check its disk and its port."
         yield warning("read", f"KV is {state}", hint, **facts)
 
 
@@ -155,7 +143,7 @@ def _delete(front: Front, model: str, session_id: str) -> Iterator[Finding]:
     turn = {"model": model, "session_id": session_id, "prompt": _NEXT, "max_tokens": 1}
     asked = front.call("POST", "/v1/completions", turn)
     if (again.status, asked.status) == (404, 404):
-        yield ok("delete", "the context is gone: a read and a second delete are 404")
+        yield ok("delete", "the context is gone: a turn and a second delete are 404")
     else:
         hint = "A deleted context must be a 404. Do all context managers use the same Redis?"
-        yield failed("delete", f"after the delete: delete {again.status}, read {asked.status}", hint)
+        yield failed("delete", f"after the delete: delete {again.status}, turn {asked.status}", hint)

@@ -1,4 +1,4 @@
-"""The front's certificate: whom it is for, who signed it, how long it lasts. Opens a socket of its own."""
+"""Check of the front's certificate: its name, its issuer and its expiry. Opens a socket of its own."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pathlib import Path
 
 from contextcache.doctor.finding import Finding, failed, ok, warning
 
-_SOON_S = 14 * 86_400.0
+_SOON_DAYS = 14.0
 CA_FILE, CERT_FILE, KEY_FILE = "ca.crt", "tls.crt", "tls.key"
 """Names in a Secret of the chart or of cert-manager."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """A connection's certificate that was believed."""
+    """A certificate that is trusted."""
 
     server_name: str
-    """The name it was checked for."""
+    """Name that the certificate was checked for."""
     expires_at_s: float
 
 
 def client_context(*, ca_file: Path | None, parts_dir: Path | None) -> ssl.SSLContext:
-    """Return what the front is checked with: the system's CAs, and those given. Raises OSError.
+    """Return a context that trusts the system's CAs and the given ones. Raises OSError.
 
-    `parts_dir` holds the certificate of the release's own parts, which a gateway without Envoy asks for.
+    `parts_dir` holds the certificate of the release's parts: a gateway without Envoy asks its clients for it.
     """
     context = ssl.create_default_context()
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -43,7 +43,7 @@ def client_context(*, ca_file: Path | None, parts_dir: Path | None) -> ssl.SSLCo
 def shake_hands(
     host: str, port: int, *, context: ssl.SSLContext, names: Sequence[str], timeout_s: float
 ) -> Handshake | ssl.SSLError:
-    """Connect and return the first name that the certificate is for, or why it is not believed. Raises OSError."""
+    """Connect and return the first name that the certificate has, or why it is not trusted. Raises OSError."""
     refusal: ssl.SSLError = ssl.SSLError("no name to check")
     for name in names:
         try:
@@ -61,29 +61,26 @@ def shake_hands(
 def certificate(
     outcome: Handshake | ssl.SSLError, host: str, *, now_s: Callable[[], float] = time.time
 ) -> Iterator[Finding]:
-    """Say what is to be said of a front's certificate."""
+    """Report whether a certificate is trusted, expires soon, or has another name than the host."""
     if isinstance(outcome, ssl.SSLError):
         reason = getattr(outcome, "verify_message", "") or getattr(outcome, "reason", "") or "the handshake failed"
-        hint = (
-            "Pass its CA with --ca-file. Pass a name that differs from the URL's host with --server-name, "
-            "and the release's files with --tls-dir."
-        )
+        hint = "Pass its CA with --ca-file, its name with --server-name, and the release's files with --tls-dir."
         yield failed("certificate", f"is not trusted: {reason}", hint)
         return
-    left_days = (outcome.expires_at_s - now_s()) / 86_400
-    facts = {"server_name": outcome.server_name, "days": round(left_days, 1)}
-    if left_days * 86_400 < _SOON_S:
+    name, left_days = outcome.server_name, (outcome.expires_at_s - now_s()) / 86_400
+    facts = {"server_name": name, "days": round(left_days, 1)}
+    if left_days < _SOON_DAYS:
         hint = "Check its renewal. cert-manager: `kubectl describe certificate`."
         yield warning("certificate", f"expires in {left_days:.0f} days", hint, **facts)
     else:
-        yield ok("certificate", f"for {outcome.server_name}, {left_days:.0f} days left", **facts)
-    if outcome.server_name != host:
+        yield ok("certificate", f"for {name}, {left_days:.0f} days left", **facts)
+    if name != host:
         hint = "Clients that check names will reject it for this URL."
-        yield warning("certificate", f"is for {outcome.server_name}, not for {host}", hint)
+        yield warning("certificate", f"is for {name}, not for {host}", hint)
 
 
 def plain(host: str) -> Iterator[Finding]:
-    """Say what plain HTTP means for a host."""
+    """Report whether plain HTTP leaves this machine or cluster."""
     inside = host in {"localhost", "127.0.0.1", "::1"} or host.endswith((".svc", ".cluster.local")) or "." not in host
     if inside:
         yield ok("certificate", "plain HTTP, within the cluster or this machine")

@@ -7,7 +7,8 @@ import ssl
 import httpx
 import pytest
 
-from contextcache.doctor import access_checks, engine_checks, part_checks, tls_check
+from contextcache.doctor import access_checks, engine_checks, examination, part_checks, tls_check
+from contextcache.doctor.examination import Plan, examine
 from contextcache.doctor.finding import Level
 from contextcache.doctor.front import Unreachable
 from contextcache.doctor.story import story
@@ -40,13 +41,13 @@ CHECKS = {
     "reach": access_checks.reach,
     "clock": lambda front: access_checks.clock(front, now_s=lambda: NOW_S),
     "ready": access_checks.ready,
-    "details": access_checks.details,
+    "details": part_checks.details,
     "keys": access_checks.keys,
     "isolation": access_checks.isolation,
     "forged headers": lambda front: access_checks.forged_headers(front, "m"),
     "models": lambda front: engine_checks.models(front, ""),
     "versions": lambda front: engine_checks.versions(front, "0.1.0"),
-    "metrics": part_checks.metrics,
+    "metrics": part_checks.gateway,
     "story": lambda front: story(front, "m"),
 }
 
@@ -110,7 +111,7 @@ def test_a_clock_that_is_wrong_is_found(deployment, skew_s):
 )
 def test_a_pods_clock_that_differs_from_the_gateways_is_found(deployment, skews, level):
     readyz(deployment, **{name: POD | {"clock_skew_s": skew} for name, skew in zip("ab", skews, strict=True)})
-    found = one(access_checks.details(deployment.front()), "pod clocks")
+    found = one(part_checks.details(deployment.front()), "pod clocks")
 
     assert found.level is level
     assert ("a -90 s" in found.text) is (level is Level.FAILED)
@@ -119,7 +120,7 @@ def test_a_pods_clock_that_differs_from_the_gateways_is_found(deployment, skews,
 def test_where_no_pod_tells_its_time_nothing_is_said_of_clocks(deployment):
     readyz(deployment, a=POD)
 
-    assert "pod clocks" not in [found.check for found in access_checks.details(deployment.front())]
+    assert "pod clocks" not in [found.check for found in part_checks.details(deployment.front())]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_where_no_pod_tells_its_time_nothing_is_said_of_clocks(deployment):
 )
 def test_what_a_gateway_misses_is_told_with_what_to_do(deployment, missing, words):
     readyz(deployment, missing=[missing], pod=POD)
-    found = one(access_checks.details(deployment.front()), "details")
+    found = one(part_checks.details(deployment.front()), "details")
 
     assert (found.level, missing in found.text, words in found.hint) == (Level.FAILED, True, True)
 
@@ -144,12 +145,12 @@ def test_what_a_gateway_misses_is_told_with_what_to_do(deployment, missing, word
 def test_pods_without_readiness_or_sidecar_are_named(deployment, pods, expected):
     readyz(deployment, **pods)
 
-    assert levels(access_checks.details(deployment.front())) == expected
+    assert levels(part_checks.details(deployment.front())) == expected
 
 
 def test_a_draining_pod_is_named(deployment):
     readyz(deployment, a=POD | {"draining": True})
-    texts = [finding.text for finding in access_checks.details(deployment.front())]
+    texts = [finding.text for finding in part_checks.details(deployment.front())]
 
     assert "draining: a" in texts
 
@@ -158,7 +159,7 @@ def test_a_readiness_that_is_not_ours_is_told(deployment):
     deployment.answers["GET", "/readyz"] = (200, "ok")
 
     assert one(access_checks.ready(deployment.front()), "ready").level is Level.FAILED
-    assert one(access_checks.details(deployment.front()), "details").level is Level.FAILED
+    assert one(part_checks.details(deployment.front()), "details").level is Level.FAILED
 
 
 def test_a_gateway_that_misses_something_is_told_with_where_to_ask(deployment):
@@ -271,11 +272,21 @@ def test_a_gateway_that_does_not_say_what_it_is_is_told(deployment):
     assert one(engine_checks.versions(deployment.front(), "0.1.0"), "versions").level is Level.WARNING
 
 
-@pytest.mark.parametrize("answer", [(200, "python_info 1\n"), (404, ""), httpx.ConnectError("refused")])
+@pytest.mark.parametrize("option", ["metrics_url", "injector_url", "manager_url"])
+def test_a_metrics_port_that_does_not_answer_is_told(deployment, monkeypatch, option):
+    deployment.answers["GET", "/metrics"] = httpx.ConnectError("refused")
+    monkeypatch.setattr(examination, "Front", lambda *_, **__: deployment.front())
+    findings = examine(Plan("http://cc.llm.svc", "0.1.0", **{option: "http://metrics"}))
+    (found,) = [finding for finding in findings if "no process" in finding.text]
+
+    assert found.level is Level.FAILED
+
+
+@pytest.mark.parametrize("answer", [(200, "python_info 1\n"), (404, "")])
 def test_a_metrics_port_that_is_another_is_told(deployment, answer):
     deployment.answers["GET", "/metrics"] = answer
 
-    assert one(part_checks.metrics(deployment.front()), "metrics").level is Level.FAILED
+    assert one(part_checks.gateway(deployment.front()), "metrics").level is Level.FAILED
 
 
 @pytest.mark.parametrize(

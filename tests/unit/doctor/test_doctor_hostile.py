@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from contextcache.cli.app import run
-from contextcache.doctor import access_checks, examination
+from contextcache.doctor import examination, part_checks
 from contextcache.doctor.examination import Plan, examine
 from contextcache.doctor.finding import Level, failed
 from contextcache.doctor.front import ApiKey, Front, Unreachable
@@ -75,7 +75,7 @@ def test_answers_of_a_wrong_shape_are_findings_and_the_examination_goes_on(monke
 def test_what_a_front_says_orders_no_terminal_about():
     deployment = Deployment()
     deployment.answers["GET", "/readyz"] = (503, {"missing": [ORDERS], "endpoints": {ORDERS: {"ready": False}}})
-    findings = list(access_checks.details(deployment.front()))
+    findings = list(part_checks.details(deployment.front()))
     lines = [line for finding in findings for line in lines_of(finding)]
 
     assert len(findings) == 2
