@@ -1,4 +1,4 @@
-"""The gateway: knows who is calling, which context, where its KV is and which pod is ready, and routes.
+"""The gateway finds the tenant, the context, its KV and a ready pod for each request. Read `flows.py` first.
 
-Read `flows.py` first. Whatever belongs to a turn (leases, transcripts, tokens, usage) happens in the pod, not here.
+The pod does everything of a turn: leases, transcripts, tokens and usage.
 """

@@ -175,7 +175,7 @@ class Contexts:
         Raises as `fork`, and the errors of `check`.
         """
         check_id(session_id)
-        # The same key may be used for another response.
+        # A client may use the same key for another response.
         again = f"{repeat_key}\0{session_id}\0{generation}" if repeat_key else ""
         minted = partial(_keyed_id, tenant, again, self._secret) if again else _random_id
         branch_id = _id_beside(tenant, session_id, minted)
@@ -196,7 +196,7 @@ class Contexts:
         return branch_id
 
     async def drop_branch(self, tenant: TenantId, branch_id: SessionId) -> None:
-        """Remove a branch whose turn has not begun. Does nothing to any other context. Raises nothing."""
+        """Remove a branch before its turn begins. Does nothing to any other context. Raises nothing."""
         with suppress(ContextCacheError):
             branch = await self._manager.get_session_metadata(tenant, branch_id)
             await self._manager.abort_turn(tenant, branch_id, lease_id=BRANCH_LEASE_ID)

@@ -3,8 +3,8 @@
 A front (HTTP, or Envoy's external processor) turns its messages into these calls:
 
 1. `admitted` reads the head: it finds the tenant and counts the request.
-2. `route_by_head` routes a request whose head says enough, else `route` reads the body. Both find the context, choose
-   the pod and sign the identity.
+2. `route_by_head` routes by the head alone if it says enough, else `route` reads the body. Both find the context,
+   choose the pod and sign the identity.
 3. `sent` tells the choice of later pods about this one, `reroute` chooses another pod.
 
 Knows no wire. Nothing outlives a call except counts, so the gateway can stop at any moment without harm.
@@ -68,7 +68,7 @@ IDENTITY_TTL_MS = 60_000
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request whose sender and path are accepted. Its body is not read yet."""
+    """A request with an accepted sender and path. Its body is not read yet."""
 
     tenant: TenantId
     caller: Caller
@@ -182,7 +182,7 @@ class Gateway:
         )
 
     async def route_by_head(self, admission: Admission, *, has_body: bool) -> Forward | None:
-        """Route a request whose head says enough: it names a turn, or there is no body to read.
+        """Route a request by its head, if that names a turn or there is no body to read.
 
         None: `route` must read the body. The pod checks a body that was not read here. Raises as `route`.
         """
@@ -353,7 +353,7 @@ class Gateway:
         )
 
     async def _unread(self, admission: Admission, *, has_body: bool) -> Forward:
-        """Route a request without a context whose body is empty or opaque."""
+        """Route a request without a context and with an empty or opaque body."""
         light = not has_body or admission.path in TOKENIZER_PATHS
         return await self._placed(
             Kind.STATELESS, RouteQuery(subset=admission.subset, light=light, tenant=admission.tag), None

@@ -1,7 +1,7 @@
-"""Plain requests of keys that opted in: which conversation one seems to be of, and what may be done for it. Pure.
+"""Requests without a context, of keys that opted in: the conversation that such a request belongs to. Pure.
 
-A label that the client gives its conversation decides, else how the conversation begins. It chooses pod and group, and
-nothing else: what is loaded is found by tokens, so a label that is wrong, or shared, costs time at most.
+The client's label names the conversation, or else a hash of its beginning. The name chooses only the pod and the group.
+KV is found by its tokens, so a wrong or shared label costs time and never an answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextcache.model import KeptGroup, KeptMiss, SessionId, TenantId
 from contextcache.names import KEPT_PREFIX
 
 KEEP_HEADER = "x-context-keep"
-"""`off`: not this request."""
+"""Header of a client. `off`: keep nothing of this request."""
 LABEL_HEADERS = (
     "x-claude-code-session-id",
     "session-id",
@@ -26,30 +26,30 @@ LABEL_HEADERS = (
     "x-session-affinity",
     "x-litellm-session-id",
 )
-"""What clients call their conversations: Claude Code, Codex (two spellings), OpenCode and pi, pi, litellm."""
+"""Headers with a conversation's label, of Claude Code, Codex (two spellings), OpenCode and pi, pi, litellm."""
 _LABEL_CHARS_MAX = 512
 
 
 class Plain(Enum):
-    """What is done for a key's requests without a context, from nothing upwards."""
+    """Treatment of a key's requests without a context, in rising order."""
 
     OFF = "off"
     ROUTE = "route"
-    """One conversation goes to one pod."""
+    """All requests of a conversation go to one pod."""
     KEEP = "keep"
-    """And its KV is kept, and found again by its tokens."""
+    """The sidecar also keeps its KV, which later requests find by their tokens."""
 
 
 _ORDER = (Plain.OFF, Plain.ROUTE, Plain.KEEP)
 
 
 def allowed(asked: Plain, most: Plain) -> Plain:
-    """Return what a key gets in a deployment that allows no more than `most`."""
+    """Return the lower of two treatments: the key's, and the highest that the deployment allows."""
     return min(asked, most, key=_ORDER.index)
 
 
 def group_of(tenant: TenantId, headers: Mapping[str, str], claims: Claims, label_headers: Sequence[str]) -> SessionId:
-    """Return the name under which a conversation's KV stands together; not guessable from outside the tenant."""
+    """Return the group of a conversation's KV. Other tenants cannot guess it."""
     label = next((headers[name] for name in (*label_headers, *LABEL_HEADERS) if headers.get(name)), "")
     if not label:
         label = claims.text("prompt_cache_key") or ""
@@ -59,33 +59,33 @@ def group_of(tenant: TenantId, headers: Mapping[str, str], claims: Claims, label
 
 @dataclass(frozen=True, slots=True)
 class KeptConversation:
-    """What is kept of what seems to be one conversation, on all pods together."""
+    """KV of one conversation, on all pods together."""
 
     group: SessionId
     num_tokens: int
-    """Of the longest."""
+    """Tokens of the longest request."""
     size_bytes: int
     expires_at_ms: int
     used_at_ms: int
-    """0: not known."""
+    """Time of the last use; 0: unknown."""
     pods: tuple[str, ...]
     last_miss: KeptMiss | None
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPage:
-    """Some of them, what was used last first."""
+    """One page of conversations, last used first."""
 
     conversations: Sequence[KeptConversation]
     has_more: bool
     unreachable: Sequence[str]
-    """Pods that did not say."""
+    """Pods that did not answer."""
 
 
 def page_of(
     found: Mapping[str, Sequence[KeptGroup]], unreachable: Sequence[str], *, limit: int, after: SessionId = ""
 ) -> KeptPage:
-    """Return one page of what the pods said. Raises InvalidRequest: nothing is called `after`."""
+    """Return one page of the pods' answers. Raises InvalidRequest for an unknown `after`."""
     by_group: dict[SessionId, dict[str, KeptGroup]] = {}
     for pod, groups in found.items():
         for group in groups:

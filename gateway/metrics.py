@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from contextcache.process.metrics import CertificateMetrics
@@ -14,14 +16,14 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self.certificates = CertificateMetrics("contextcache_gateway", registry)
-        self.requests = Counter(
+        self.requests = counter(
             "contextcache_gateway_requests_total",
             "Answered requests, by kind and HTTP status. Kind `completion`: refused before the gateway knew "
             "whether it was a turn. Kind `refused`: refused before its kind was known. Status `routed`: "
             "Envoy forwarded the request and this process does not see the answer.",
             ["kind", "status"],
-            registry=registry,
         )
         self.route_seconds = Histogram(
             "contextcache_gateway_route_seconds",
@@ -30,115 +32,86 @@ class Metrics:
             buckets=_ROUTE_BUCKETS,
             registry=registry,
         )
-        self.tenant_refusals = Counter(
+        self.tenant_refusals = counter(
             "contextcache_gateway_tenant_refusals_total",
             "Requests refused at a limit of their tenant, by limit. `requests`, `bytes`: the tenant's own "
             "limit. `share`: its fair share of the gateway or of a busy pod.",
             ["limit"],
-            registry=registry,
         )
-        self.choices = Counter(
+        self.choices = counter(
             "contextcache_gateway_choices_total",
             "Pod choices, by reason: holder, holder_away, holder_draining, holder_saturated, holder_queue, "
             "affinity, least_loaded.",
             ["reason"],
-            registry=registry,
         )
-        self.pulls = Counter(
+        self.pulls = counter(
             "contextcache_gateway_pulls_total",
             "Pulls of KV from a holder that the gateway started at sidecars, by outcome: started, present, "
             "refused, unreachable.",
             ["outcome"],
-            registry=registry,
         )
-        self.ext_proc_streams = Gauge(
+        self.ext_proc_streams = gauge(
             "contextcache_gateway_ext_proc_streams",
             "Requests whose head or body Envoy is still sending to this gateway.",
-            registry=registry,
         )
-        self.endpoint_clock_skew = Gauge(
+        self.endpoint_clock_skew = gauge(
             "contextcache_gateway_endpoint_clock_skew_seconds",
             "Clock of the pod minus the clock of this machine, in whole seconds, by endpoint. Identities "
             "expire after a minute by the pod's clock.",
             ["endpoint"],
-            registry=registry,
         )
-        self.endpoint_load = Gauge(
+        self.endpoint_load = gauge(
             "contextcache_gateway_endpoint_load_requests",
             "Requests that a pod reported, by endpoint and state: running, waiting.",
             ["endpoint", "state"],
-            registry=registry,
         )
-        self.endpoint_reload_failures = Counter(
+        self.endpoint_reload_failures = counter(
             "contextcache_gateway_endpoint_reload_failures_total",
             "Failed reloads of a changed endpoint file. The last good endpoints stay in use.",
-            registry=registry,
         )
-        self.discovery_failures = Counter(
+        self.discovery_failures = counter(
             "contextcache_gateway_discovery_failures_total",
             "Failed lists and watches of the Kubernetes API, by resource and reason: unavailable, forbidden, "
             "unauthorized, starting, not_found, expired, invalid, internal. `starting`: the server refused a "
             "call that it allowed before, for less than a minute. The last known pods stay in use.",
             ["resource", "reason"],
-            registry=registry,
         )
-        self.discovery_synced = Gauge(
+        self.discovery_synced = gauge(
             "contextcache_gateway_discovery_synced_timestamp_seconds",
             "Unix time in seconds of the last answer of the Kubernetes API, by resource. No sample without discovery.",
             ["resource"],
-            registry=registry,
         )
-        self.requests_in_flight = Gauge(
+        self.requests_in_flight = gauge(
             "contextcache_gateway_requests_in_flight",
             "Requests in flight that this gateway carries itself, by endpoint. Requests behind Envoy are not included.",
             ["endpoint"],
-            registry=registry,
         )
-        self.endpoint_ready = Gauge(
-            "contextcache_gateway_endpoint_ready_state",
-            "Readiness of an endpoint: 1 ready, 0 not ready.",
-            ["endpoint"],
-            registry=registry,
+        self.endpoint_ready = gauge(
+            "contextcache_gateway_endpoint_ready_state", "Readiness of an endpoint: 1 ready, 0 not ready.", ["endpoint"]
         )
-        self.freed_bytes = Counter(
-            "contextcache_gateway_freed_bytes_total",
-            "Bytes of KV that deletes freed.",
-            registry=registry,
-        )
-        self.unreachable_deletes = Counter(
+        self.freed_bytes = counter("contextcache_gateway_freed_bytes_total", "Bytes of KV that deletes freed.")
+        self.unreachable_deletes = counter(
             "contextcache_gateway_unreachable_deletes_total",
             "Deletes that did not reach a sidecar. Its KV is freed as an orphan, or at its TTL.",
             ["endpoint"],
-            registry=registry,
         )
-        self.auth_failures = Counter(
-            "contextcache_gateway_auth_failures_total",
-            "Requests without a known API key.",
-            registry=registry,
-        )
-        self.key_reload_failures = Counter(
+        self.auth_failures = counter("contextcache_gateway_auth_failures_total", "Requests without a known API key.")
+        self.key_reload_failures = counter(
             "contextcache_gateway_key_reload_failures_total",
             "Failed reloads of a changed key file. The last good keys stay in use.",
-            registry=registry,
         )
-        self.broken_exchanges = Counter(
+        self.broken_exchanges = counter(
             "contextcache_gateway_broken_exchanges_total",
             "Exchanges with a pod that broke, by phase: connect, before_headers, after_headers, client_gone.",
             ["reason"],
-            registry=registry,
         )
-        self.probe_failures = Counter(
-            "contextcache_gateway_probe_failures_total",
-            "Probe rounds that failed by an internal fault.",
-            registry=registry,
+        self.probe_failures = counter(
+            "contextcache_gateway_probe_failures_total", "Probe rounds that failed by an internal fault."
         )
-        self.ready = Gauge(
+        self.ready = gauge(
             "contextcache_gateway_ready_state",
             "Readiness of this gateway, as `/readyz` last answered: 1 ready, 0 not ready or not asked yet.",
-            registry=registry,
         )
-        self.lost_spans = Counter(
-            "contextcache_gateway_lost_spans_total",
-            "Trace spans that did not reach the collector.",
-            registry=registry,
+        self.lost_spans = counter(
+            "contextcache_gateway_lost_spans_total", "Trace spans that did not reach the collector."
         )

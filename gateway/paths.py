@@ -1,8 +1,8 @@
-"""Classify a call by method and path. Pure, and strict: a path that is not plainly spelled is refused, not repaired.
+"""Kinds of calls, by method and path. Pure.
 
-The pod classifies by the same decoded path, so a request that slipped past as `/v1//context` could only meet a route
-there that we did not mean. Our own namespace is never passed on unsigned. One slash at the end of a path of ours is
-taken off (`own_path`), also from the path that a pod gets. The error for an unknown path names the nearest known one.
+A path with odd spelling is refused, not repaired: the pod routes by the same decoded path, so `/v1//context` could
+meet an unintended route there. Calls in our own namespace never pass unsigned. `own_path` removes one slash at the end
+of our paths, also of the path that a pod gets. The error for an unknown path names the nearest known one.
 
 Calls of the engine pass if they compute an answer from the caller's own data. These do not pass: calls that steer the
 engine (adapters, weights, caches, profiles, its load and settings), objects that any caller with their id can read
@@ -22,21 +22,21 @@ from contextcache.fields import nearest
 
 CONTEXT_PATH = "/v1/context"
 READ_PATHS = frozenset({"/v1/usage", "/v1/deployment"})
-"""Reports that the gateway gives, beside contexts."""
+"""Reports of the gateway."""
 MODEL_PATH = "/v1/models"
-"""One model is below it, its name with slashes or without: the engine has the list alone."""
+"""Prefix of one model's path; the name may have slashes. The engine serves only the list."""
 CONTEXT_CHANGES = ("fork", "rewind")
-"""What can be done to one context: the last segment of the path."""
+"""Changes of one context, the last segment of the path."""
 CONSOLE_PATH = "/console"
-"""The page for people; its files are one segment below."""
+"""Page of the console. Its files are one segment below."""
 ROOT_PATH = "/"
-"""Leads to the page, where there is one."""
+"""Redirects to the console, if it is served."""
 READ_METHODS = ("GET", "HEAD")
-"""Methods that read the paths that need no key."""
+"""Methods allowed on paths that need no key."""
 OWN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", CONSOLE_PATH})
-"""Answered here, without a key."""
+"""Paths that the gateway answers without a key."""
 METRICS_PATH = "/metrics"
-"""Path among OWN_PATHS that a proxy in front does not show."""
+"""Path among OWN_PATHS that a proxy in front hides."""
 
 ENGINE_CALLS = frozenset(
     {
@@ -64,22 +64,22 @@ ENGINE_CALLS = frozenset(
         "POST /v2/rerank",
     }
 )
-"""Inference as vLLM 0.32 serves it, method and path: what any client with a key may ask of the engine."""
+"""Inference calls of vLLM 0.32, method and path. Any client with a key may send them."""
 _KNOWN_PATHS = frozenset(
     {CONTEXT_PATH, *READ_PATHS, *OWN_PATHS - {METRICS_PATH}, *(call.partition(" ")[2] for call in ENGINE_CALLS)}
 )
 
 _ENDS_BARE = frozenset({CONTEXT_PATH, *READ_PATHS, *OWN_PATHS}) - {METRICS_PATH}
 _NAMED_PATH = f"{CONTEXT_PATH}/{{session_id}}"
-"""A context's path, as errors name it."""
+"""Path of a context in error messages."""
 TOKENIZER_PATHS = frozenset({"/detokenize", "/tokenize", "/v1/messages/count_tokens"})
-"""Calls that the pod's API server answers alone: the engine has no request of them."""
+"""Calls that the pod's API server answers without the engine."""
 
 _PLAIN_PATH = re.compile(r"(/[A-Za-z0-9_~!$&'()*+,;=:@.-]+)+")
 
 
 class Kind(Enum):
-    """What a request is. A completion becomes a turn or stateless once its body is read."""
+    """Kind of a request. A completion becomes a turn or stateless once its body is read."""
 
     CREATE = "create"
     TURN = "turn"
@@ -90,16 +90,16 @@ class Kind(Enum):
 
 
 def own_path(path: str) -> str:
-    """Return a path of ours without the one slash at its end; any other path as it is."""
+    """Return a path of ours without one slash at its end, and any other path unchanged."""
     bare = path.removesuffix("/")
     is_ours = bare in _ENDS_BARE or bare.startswith((f"{CONTEXT_PATH}/", f"{MODEL_PATH}/"))
     return bare if is_ours and not bare.endswith("/") else path
 
 
 def kind_of(method: str, path: str, engine_paths: frozenset[str]) -> Kind:
-    """Return what `method` on the decoded `path` is. Raises PathNotFound, MethodNotAllowed.
+    """Return the kind of a method on a decoded path. Raises PathNotFound, MethodNotAllowed.
 
-    `engine_paths` are calls, method and path, that reach the engine beside ENGINE_CALLS.
+    `engine_paths`: calls beside ENGINE_CALLS that reach the engine, each a method and a path.
     """
     if path == ROOT_PATH and method in READ_METHODS:
         return Kind.OWN
@@ -122,7 +122,7 @@ def kind_of(method: str, path: str, engine_paths: frozenset[str]) -> Kind:
 
 
 def methods_of(path: str, engine_paths: Iterable[str]) -> list[str]:
-    """Return the methods with which a path of the engine's is passed on."""
+    """Return the methods that pass to the engine on a path."""
     return sorted({call.partition(" ")[0] for call in (*ENGINE_CALLS, *engine_paths) if call.partition(" ")[2] == path})
 
 

@@ -1,12 +1,12 @@
-"""Requests in flight of each tenant on one pod, and whether a tenant has its share of that pod. Pure.
+"""Requests in flight of each tenant on one pod, and the tenant's fair share of that pod. Pure.
 
-The pod reports the requests in flight of each tenant with every probe, from all gateways. Between two probes this
-gateway adds the requests it placed. The HTTP front subtracts ended requests. Of the requests that Envoy carries, as
-many are assumed to have ended as in the interval before. A pod without the plugin reports nothing: then only requests
-of the HTTP front, and requests placed since the last probe, count. ADR 0089 has the alternatives.
+With every probe the pod reports the requests in flight of each tenant, from all gateways. Between two probes this
+gateway adds the requests that it placed. The HTTP front subtracts ended requests. Requests behind Envoy are assumed to
+end at the rate of the interval before. A pod without the plugin reports nothing: then requests of the HTTP front count,
+and requests placed since the last probe. ADR 0089 has the alternatives.
 
-Sharing limits a tenant only while both hold: the pod has as many requests as it computes at one time, and another
-tenant has a request there, or had one in the last SHARING_S. A tenant alone on a pod is never limited here.
+A tenant is limited only while both hold: the pod has as many requests as it computes at one time, and another tenant
+has a request there, or had one in the last SHARING_S. A tenant alone on a pod is never limited.
 """
 
 from __future__ import annotations
@@ -19,39 +19,38 @@ from dataclasses import dataclass
 from contextcache.requests import fair_share
 
 SHARING_S = 60.0
-"""Seconds after its last request for which a tenant counts as one of those that share a pod: a person reads an answer
-and writes the next turn."""
+"""Seconds after its last request for which a tenant still shares a pod: time to read an answer and write a turn."""
 SHARE_MIN = 8
-"""Requests of one tenant that a pod always takes, however small its batch."""
+"""Requests of one tenant that a pod always takes, even with a small batch."""
 FIRST_ROOM = 64
-"""Requests that a pod takes before its batch is known, from all tenants that share it."""
+"""Requests of all tenants that a pod takes before its batch size is known."""
 LIGHT_AT_PROBE = 2
-"""Requests at the last probe, up to which a tenant may be one client that sends one request after another.
+"""Requests at the last probe up to which a tenant may be one client that sends requests in sequence.
 
-Envoy does not report their ends. The tenant has FIRST_ROOM until the next probe shows how many are in flight."""
+Envoy does not report their ends, so the tenant has FIRST_ROOM until the next probe counts its requests."""
 GROWTH_UNKNOWN, GROWTH_KNOWN = 2.0, 1.25
-"""Times the last rate of ends that is assumed while no request waits: before the pod's batch is known, and after."""
+"""Factors of the last rate of ends, assumed while no request waits: before the pod's batch size is known, and after."""
 _INTERVAL_S_MIN = 0.1
-"""Seconds between two probes, at the least, of which a rate is made."""
+"""Minimum number of seconds between two probes that give a rate."""
 _TENANTS_MAX = 4096
-"""Tenants remembered of a pod between two probes."""
+"""Maximum number of tenants stored for a pod between two probes."""
 
 
 @dataclass(slots=True)
 class _Requests:
-    """Requests of one tenant, or of all."""
+    """Requests of one tenant, or of all tenants."""
 
     seen_at_s: float
-    """Time of the last one that this gateway placed or the pod reported."""
+    """Time of the last request that this gateway placed or the pod reported."""
     at_probe: int = 0
     since_probe: int = 0
     """Requests placed since the probe, minus the requests reported as ended."""
     carried: int = 0
-    """Requests in flight that the HTTP front carries: it reports their end."""
+    """Requests in flight of the HTTP front, which reports their ends."""
     ended_per_s: float = 0.0
 
     def at(self, elapsed_s: float, growth: float) -> int:
-        """Return those in flight, so long after the last probe."""
+        """Return the requests in flight `elapsed_s` after the last probe."""
         ended = int(self.ended_per_s * growth * elapsed_s)
         return max(self.carried, self.at_probe + self.since_probe - ended)
 
@@ -62,18 +61,18 @@ class _Requests:
 
 
 class PodTenants:
-    """Requests in flight of each tenant on one pod. Tenants are named by their tags (`identity.tenant_tag`)."""
+    """Requests in flight of each tenant on one pod. A tenant's name here is its tag (`identity.tenant_tag`)."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        """`clock_s`: seconds since any moment; never set back."""
+        """`clock_s`: monotonic seconds."""
         self._clock_s = clock_s
         self._probed_at_s = clock_s()
         self._all = _Requests(self._probed_at_s)
-        """Requests of the engine: computed or waiting."""
+        """Requests of the engine, computed or waiting."""
         self._of: dict[str, _Requests] = {}
-        """Requests of each tenant that shares the pod, as the pod's API server counts them."""
+        """Requests of each tenant that shares the pod, counted by the pod's API server."""
         self._batch = 0
-        """Requests that the pod computed when others last waited for room; 0: none has waited yet."""
+        """Requests that the pod computed when requests last waited for room; 0: none has waited yet."""
         self._room = FIRST_ROOM
         self._growth = GROWTH_UNKNOWN
 
@@ -90,7 +89,7 @@ class PodTenants:
 
     @contextmanager
     def carried(self, tenant: str) -> Iterator[None]:
-        """Count a request for the length of a `with` block."""
+        """Count a request during a `with` block."""
         self.routed(tenant)
         found = self._of.get(tenant)
         both = (self._all,) if found is None else (self._all, found)
@@ -104,9 +103,9 @@ class PodTenants:
                 one.since_probe -= 1
 
     def probed(self, *, running: int, waiting: int, deferred: int, tenants: Mapping[str, int] | None) -> None:
-        """Take the report of the pod. `waiting` includes the `deferred`, which wait for their KV and not for room.
+        """Take the pod's report. `waiting` includes `deferred`, the requests that wait for their KV and not for room.
 
-        `tenants`: requests in flight of the tenants with most of them; None: the pod reports none.
+        `tenants`: requests in flight of the tenants with the most; None: the pod reports none.
         """
         now_s = self._clock_s()
         elapsed_s, self._probed_at_s = now_s - self._probed_at_s, now_s
@@ -115,7 +114,7 @@ class PodTenants:
             self._batch = self._room = running
             self._growth = 1.0
         else:
-            # The pod may take more than it has: growing finds out within a few probes, as TCP's slow start does.
+            # The pod may take more than it has. Growth finds its limit within a few probes, as in TCP's slow start.
             self._room = max(self._batch or FIRST_ROOM, 2 * running)
             self._growth = GROWTH_KNOWN if self._batch else GROWTH_UNKNOWN
         for tenant in tenants or ():
@@ -140,7 +139,7 @@ class PodTenants:
         return found.at(self._clock_s() - self._probed_at_s, self._growth) < share
 
     def reported(self, tenant: str) -> int:
-        """Return a tenant's requests that the pod reported and this gateway does not carry itself."""
+        """Return a tenant's requests in the pod's report that this gateway does not carry itself."""
         found = self._of.get(tenant)
         return 0 if found is None else max(0, found.at_probe - found.carried)
 

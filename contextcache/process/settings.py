@@ -87,7 +87,7 @@ def settings_help(settings: type[ProcessSettings], purpose: str) -> str:
     for name, field in settings.model_fields.items():
         default: Any = field.get_default(call_default_factory=True)
         shown = "required" if default is PydanticUndefined else f"default {default!r}"
-        lines += [f"  {prefix}{name.upper()} ({shown})", f"      {field.description or ''}"]
+        lines += [f"  {prefix}{name.upper()} ({shown})", f"      {' '.join((field.description or '').split())}"]
     return "\n".join(lines)
 
 

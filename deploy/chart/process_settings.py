@@ -151,6 +151,7 @@ def settings_schema(prefix: str) -> dict[str, Any]:
         "additionalProperties": False,
         "properties": {
             to_camel(name): {key: value for key, value in schema.items() if key not in {"title", "writeOnly"}}
+            | {"description": " ".join(schema["description"].split())}
             for name, schema in properties.items()
             if name not in CHART_SETTINGS[prefix]
         },

@@ -15,7 +15,9 @@ from markdown_it.token import Token
 _MARKDOWN = MarkdownIt("commonmark").enable("table").disable("code")
 """Indented text is prose: mkdocs indents the text of tabs and admonitions."""
 _LOGS = frozenset({"debug", "info", "warning", "error", "exception", "critical"})
-_METRICS = frozenset({"Counter", "Gauge", "Histogram", "Info", "GaugeMetricFamily", "CounterMetricFamily"})
+_METRICS = frozenset(
+    {"Counter", "Gauge", "Histogram", "Info", "GaugeMetricFamily", "CounterMetricFamily", "counter", "gauge"}
+)
 _HELP = frozenset({"Option", "Argument", "Typer", "add_argument", "ArgumentParser", "command", "callback"})
 
 

@@ -43,7 +43,7 @@ def _connector() -> Iterator[str]:
 
 def _entry(shown: str, name: str, default: object, text: str | None, chart: str = "") -> str:
     told = f" *Chart:* {chart.partition(':')[0]}." if chart else ""
-    return f"- `{shown}` ({_shown(name, default)}): {(text or '').rstrip('.')}.{told}"
+    return f"- `{shown}` ({_shown(name, default)}): {' '.join((text or '').split()).rstrip('.')}.{told}"
 
 
 def _shown(name: str, default: Any) -> str:

@@ -1,1 +1,1 @@
-"""Who is calling, and what they may use."""
+"""API keys of tenants, and their limits."""

@@ -1,21 +1,18 @@
-"""Whose API key it is: a file of key hashes, reloaded when it changes, or one tenant where there are no keys.
+"""API keys: a file of key hashes, reloaded when it changes, or a single tenant without keys.
 
-The file is JSON, `{"keys": [{"sha256": "<hex>", "tenant": "demo", "name": "app", "context_mode": "replay", "usage":
-"openai", "plain": "keep", "operator": true}]}`; all but the first two may be left out. A key itself is never stored or
-logged.
+The file is JSON: `{"keys": [{"sha256": "<hex>", "tenant": "demo", "name": "app", "context_mode": "replay", "usage":
+"openai", "plain": "keep", "operator": true}]}`. Only the first two fields are required. No key is stored or logged.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+
+from pydantic import BaseModel, Field, StrictBool, ValidationError
 
 from contextcache.errors import Unauthorized
 from contextcache.model import ContextMode, TenantId, UsageFormat
@@ -24,29 +21,24 @@ from contextcache.process.reloaded import Reloaded, read_bounded
 from gateway.kept import Plain
 from gateway.metrics import Metrics
 
-log = logging.getLogger(__name__)
-
-_Choice = TypeVar("_Choice", bound=Enum)
-
 DEFAULT_TENANT: TenantId = "default"
 AUTHENTICATE = 'Bearer realm="context-cache"'
-"""What a 401 says in `WWW-Authenticate`."""
+"""Value of `WWW-Authenticate` in a 401."""
 _BEARER_HEADER = "authorization"
 _KEY_HEADER = "x-api-key"
-"""Where Anthropic's clients put their key."""
+"""Header with the key of Anthropic's clients."""
 KEY_HEADERS = frozenset({_BEARER_HEADER, _KEY_HEADER})
-"""Headers that hold a key of ours: they end here."""
+"""Headers that may hold a key of ours. They never reach a pod."""
 KEY_BYTES_MAX = 1024
-"""Longer ones are nobody's: who has no key chooses what is hashed here, and in Envoy."""
+"""Bytes of the longest valid key. It bounds the hashing that clients without a key can cause, here and in Envoy."""
 _SPACES = " \t"
-"""Around a header's value (RFC 9110), for Envoy's check too; a space of another alphabet is part of a key."""
+"""White space around a header's value (RFC 9110), also for Envoy's check. Other Unicode spaces are part of a key."""
 KEY_NEEDED = "no API key: send Authorization: Bearer <key> or X-Api-Key: <key>"
 KEY_UNKNOWN = "unknown API key"
 _FILE_BYTES_MAX = 16 << 20
-"""A hundred thousand keys."""
+"""Size of a file with a hundred thousand keys."""
 _NAME_CHARS = 8
-"""Of a digest that stands for the name of a key without one."""
-_SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+"""Characters of a digest that name a key without a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +58,32 @@ class Caller:
     """True: the key may read the deployment, and the usage of any tenant."""
 
 
+class _Key(BaseModel):
+    """One entry of the key file."""
+
+    sha256: str = Field(pattern=r"^[0-9a-fA-F]{64}$")
+    tenant: str = Field(pattern=f"^(?:{TENANT_PATTERN.pattern})$")
+    name: str = Field("", pattern=f"^(?:{KEY_NAME_PATTERN.pattern})?$")
+    """Name of the key in usage reports; empty: the beginning of its digest."""
+    context_mode: ContextMode | None = None
+    usage: UsageFormat | None = None
+    plain: Plain | None = None
+    operator: StrictBool = False
+
+
 _ANYBODY = Caller(DEFAULT_TENANT, operator=True)
 
 
 class SingleTenant:
-    """Everybody is one tenant: for a gateway that only its own machine can reach."""
+    """All callers are one tenant, for a gateway that only its own machine can reach."""
 
     def caller_of(self, headers: Mapping[str, str]) -> Caller:
-        """Return the default tenant; a key, if any, is the engine's business."""
+        """Return the default tenant. A key in the headers may be for the engine."""
         del headers
         return _ANYBODY
 
     def key_names(self) -> Mapping[TenantId, Sequence[str]]:
-        """Return the default tenant, which has none."""
+        """Return the default tenant, which has no keys."""
         return {DEFAULT_TENANT: ()}
 
 
@@ -86,18 +91,18 @@ class KeyFile:
     """Keys from a file. While `run` runs, a change takes effect within a second; a broken file changes nothing."""
 
     def __init__(self, path: Path, *, metrics: Metrics) -> None:
-        """Read the file. Raises ValueError when it is broken, OSError when it cannot be read."""
+        """Read the file. Raises ValueError for a broken file, OSError for an unreadable one."""
         self._metrics = metrics
         self.file = Reloaded(
             path, read=lambda: _Keys(_read_callers(path)), name="key file", on_failure=metrics.key_reload_failures.inc
         )
 
     def caller_of(self, headers: Mapping[str, str]) -> Caller:
-        """Return whose key `Authorization: Bearer <key>` or `X-Api-Key: <key>` is. Raises Unauthorized.
+        """Return the owner of the key in `Authorization: Bearer <key>` or `X-Api-Key: <key>`. Raises Unauthorized.
 
-        One look-up by digest, not a comparison with every key: what its time could tell is how a digest compares with
-        those in the file, and nobody can choose the digest of a guess, nor find a key by part of its digest. Python
-        compares digests only where their 64-bit hashes under a secret of this process are equal.
+        Looks the digest up instead of comparing with every key. Its time could only tell how a digest compares with
+        those in the file. A client cannot choose the digest of a guess, nor derive a key from a part of its digest.
+        Python compares digests only if their 64-bit hashes, seeded per process, are equal.
         """
         try:
             digest = hashlib.sha256(_key_in(headers).encode("utf-8", "surrogateescape")).digest()
@@ -108,7 +113,7 @@ class KeyFile:
         except Unauthorized:
             self._metrics.auth_failures.inc()
             raise
-        # Not kept under each digest: a hundred thousand callers of one tenant would be as many objects.
+        # Not stored by digest: keys without a name share one object per tenant.
         return caller if caller.key else replace(caller, key=digest.hex()[:_NAME_CHARS])
 
     def key_names(self) -> Mapping[TenantId, Sequence[str]]:
@@ -135,7 +140,7 @@ def _by_tenant(callers: Mapping[bytes, Caller]) -> dict[TenantId, list[str]]:
 
 
 def hash_key(key: str) -> str:
-    """Return what the key file holds of a key. Raises ValueError for what can be none."""
+    """Return the hash of a key for the key file. Raises ValueError for an invalid key."""
     data = key.strip().encode()
     if not data or b"," in data or len(data) > KEY_BYTES_MAX:
         raise ValueError(f"the key must have 1 to {KEY_BYTES_MAX} bytes and no comma")
@@ -143,14 +148,14 @@ def hash_key(key: str) -> str:
 
 
 def read_digests(path: Path) -> list[str]:
-    """Return the hashes in a key file, in hex: what Envoy needs of it. Raises ValueError when it is broken, OSError."""
+    """Return the hashes in a key file, in hex, for Envoy. Raises ValueError for a broken file, OSError."""
     return [digest.hex() for digest in _read_callers(path)]
 
 
 def _key_in(headers: Mapping[str, str]) -> str:
-    """Return the one key that a request's headers name. Raises Unauthorized.
+    """Return the key in a request's headers. Raises Unauthorized.
 
-    Strict, because another part that reads the request may see only one of two headers.
+    Two different keys are refused: another reader of the request may see only one of the headers.
     """
     named = set()
     if _BEARER_HEADER in headers:
@@ -161,7 +166,7 @@ def _key_in(headers: Mapping[str, str]) -> str:
     if len(named) > 1:
         raise Unauthorized("Authorization and X-Api-Key carry different keys: send one key")
     key = named.pop() if named else ""
-    # A comma joins headers that were sent twice.
+    # A repeated header is joined with a comma.
     if not key or "," in key:
         raise Unauthorized(KEY_NEEDED)
     if len(key) > KEY_BYTES_MAX:
@@ -170,7 +175,7 @@ def _key_in(headers: Mapping[str, str]) -> str:
 
 
 def _read_callers(path: Path) -> dict[bytes, Caller]:
-    """Return who calls with which key, by its digest."""
+    """Return the callers of a key file by the digest of their key. Raises ValueError, OSError."""
     try:
         parsed = json.loads(read_bounded(path, _FILE_BYTES_MAX), object_pairs_hook=_without_repetition)
     except (RecursionError, ValueError) as exc:
@@ -182,10 +187,13 @@ def _read_callers(path: Path) -> dict[bytes, Caller]:
     known: dict[Caller, Caller] = {}
     for number, entry in enumerate(entries, start=1):
         try:
-            digest, caller = _read_key(entry)
-        except ValueError as exc:
-            raise ValueError(f"{path}: key {number} {exc}") from None
-        if callers.setdefault(digest, known.setdefault(caller, caller)) != caller:
+            key = _Key.model_validate(entry)
+        except ValidationError as exc:
+            first = exc.errors(include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{path}: key {number} has a wrong field {where}: {first['msg']}") from None
+        caller = Caller(key.tenant, key.context_mode, key.plain or Plain.OFF, key.usage, key.name, key.operator)
+        if callers.setdefault(bytes.fromhex(key.sha256), known.setdefault(caller, caller)) != caller:
             raise ValueError(f"{path}: key {number} appears twice with different fields")
     return callers
 
@@ -195,45 +203,3 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(found) != len(pairs):
         raise ValueError("an object has the same name twice")
     return found
-
-
-def _read_key(entry: object) -> tuple[bytes, Caller]:
-    found = entry if isinstance(entry, dict) else {}
-    digest, tenant = found.get("sha256"), found.get("tenant")
-    if not isinstance(digest, str) or not _SHA256_HEX.fullmatch(digest.lower()):
-        raise ValueError('has no "sha256" of 64 hex digits')
-    if not isinstance(tenant, str) or not TENANT_PATTERN.fullmatch(tenant):
-        raise ValueError('has no valid "tenant"')
-    caller = Caller(
-        tenant,
-        context_mode=_choice(found, "context_mode", ContextMode),
-        plain=_choice(found, "plain", Plain) or Plain.OFF,
-        usage=_choice(found, "usage", UsageFormat),
-        key=_name(found),
-        operator=_flag(found, "operator"),
-    )
-    return bytes.fromhex(digest), caller
-
-
-def _name(entry: dict[str, Any]) -> str:
-    """Return what a key's usage is told under; empty: by the beginning of its digest. Raises ValueError."""
-    name = entry.get("name", "")
-    if not isinstance(name, str) or (name and not KEY_NAME_PATTERN.fullmatch(name)):
-        raise ValueError('has a "name" that is not 1 to 64 letters, digits, "_", "-" or "."')
-    return name
-
-
-def _flag(entry: dict[str, Any], name: str) -> bool:
-    said = entry.get(name, False)
-    if not isinstance(said, bool):
-        raise ValueError(f'has a "{name}" that must be true or false')  # noqa: TRY004 - a broken file is one kind
-    return said
-
-
-def _choice(entry: dict[str, Any], name: str, choices: type[_Choice]) -> _Choice | None:
-    """Return which of the choices an entry names; None: it says nothing. Raises ValueError."""
-    said = entry.get(name)
-    try:
-        return None if said is None else choices(said)
-    except ValueError:
-        raise ValueError(f'has a "{name}" that must be one of {", ".join(one.value for one in choices)}') from None

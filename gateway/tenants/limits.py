@@ -1,7 +1,7 @@
-"""What each tenant may have of one process, and all together: requests a second, requests and bytes in hand. Pure.
+"""Limits of each tenant, and of all together: requests per second, requests and bytes in flight. Pure.
 
-Both fronts take from the same limits. Per process: with N replicas a tenant may have N times as much. Who is over a
-limit is refused, and nothing is counted then.
+Both fronts share the limits of one process, so N replicas allow a tenant N times as much. A request over a limit is
+refused and not counted.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from contextcache.requests import TenantsInHand
 T = TypeVar("T")
 
 _MAX_TENANTS = 65_536
-"""Rates remembered; the tenant that asked longest ago is forgotten first, which only ever favours it."""
+"""Maximum number of tenants with a stored rate. The longest idle tenant is forgotten, which can only favour it."""
 BYTES_PER_S_MIN = 32 << 10
-"""A quarter of a megabit a second, less than any line that people call one."""
+"""Slowest upload that is served: a quarter of a megabit per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontLimits:
-    """What one front takes on."""
+    """Limits of one front."""
 
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 60.0
-    """See Upload."""
+    """Seconds of an upload, see Upload."""
     idle_timeout_s: float = 600.0
-    """Longest silence of an answer that a front waits for itself; the HTTP front's connections have it of their own."""
+    """Longest silence of an answer that the Envoy front passes on. The HTTP front sets it on its connections."""
 
     def check_size(self, size_bytes: int) -> None:
-        """Refuse a body of this size, or one that says it will have it. Raises BodyTooLarge."""
+        """Raise BodyTooLarge for a received or announced size over the limit."""
         if size_bytes > self.max_body_bytes:
             raise BodyTooLarge(f"the request body is over the limit of {self.max_body_bytes} bytes")
 
 
 class TenantLimits(TenantsInHand):
-    """Rates beside what is in hand: a bucket a tenant, so that a flood is refused before it is everybody's queue.
+    """Limits in flight, and a rate limit that refuses one tenant's flood before it fills the queue of all.
 
-    The generic cell rate algorithm (ITU-T I.371): one time stamp a tenant.
+    Generic cell rate algorithm (ITU-T I.371): one time stamp per tenant.
     """
 
     def __init__(  # noqa: PLR0913  # every limit, by name
@@ -64,11 +64,11 @@ class TenantLimits(TenantsInHand):
         total_bytes_max: int = 1 << 30,
         on_refused: Callable[[str], None] | None = None,
     ) -> None:
-        """Limits of each tenant, 0: no limit. `total_…`: requests of all, and bytes of bodies held, at one time.
+        """Set the limits of each tenant (0: no limit), and with `total_…` those of all tenants together.
 
-        `burst`: requests a tenant that was idle may make at once, 1 or more.
+        `burst`: requests that an idle tenant may send at once, 1 or more.
         """
-        # Bytes are counted also without a limit of the tenant's: `take_bytes` bounds its part of all bytes.
+        # Without a limit per tenant bytes are counted too: `take_bytes` bounds the tenant's part of the total.
         bytes_max = min(bytes_max or total_bytes_max, total_bytes_max)
         super().__init__(
             requests_max=requests_max,
@@ -81,17 +81,17 @@ class TenantLimits(TenantsInHand):
         self._interval_ms = 1000 / rate_per_s if rate_per_s else 0.0
         self._tolerance_ms = self._interval_ms * (burst - 1)
         self._due_ms: OrderedDict[TenantId, float] = OrderedDict()
-        """Time at which a tenant's bucket is full again."""
+        """Time at which a tenant has its whole burst again."""
         self._total_bytes_max = total_bytes_max
         self.held_bytes = 0
 
     def ask(self, tenant: TenantId) -> None:
-        """Count one request. Raises TenantRateExceeded, with the time after which one is welcome."""
+        """Count one request. Raises TenantRateExceeded with the seconds until the next one is allowed."""
         if not self._interval_ms:
             return
         now_ms = self._clock.now_ms()
         due_ms = max(self._due_ms.get(tenant, 0.0), now_ms)
-        # A clock set back must not lock a tenant out for longer than its own bucket.
+        # After a clock was set back, a tenant waits at most as long as for its burst.
         due_ms = min(due_ms, now_ms + self._tolerance_ms + self._interval_ms)
         wait_ms = due_ms - self._tolerance_ms - now_ms
         if wait_ms > 0:
@@ -108,9 +108,9 @@ class TenantLimits(TenantsInHand):
     def take_bytes(self, tenant: TenantId, size_bytes: int) -> None:
         """Count bytes of a body as held. Raises TooManyInFlight or NoReadyEndpoint, and counts nothing then.
 
-        No tenant may hold more than it leaves free for others: one may take half of all bytes, two a third each. A
-        tenant that holds nothing always finds as much room as the largest tenant has. So the tenant that holds most is
-        refused first (dynamic thresholds, Choudhury and Hahne 1998).
+        A tenant may hold at most as many bytes as it leaves free: one tenant half of all bytes, two a third each. So a
+        tenant that holds nothing finds as much room as the largest tenant has, and the largest tenant is refused first
+        (dynamic thresholds, Choudhury and Hahne 1998).
         """
         _, in_hand_bytes = self.held_by(tenant)
         if in_hand_bytes + size_bytes > self._total_bytes_max - self.held_bytes:
@@ -124,17 +124,17 @@ class TenantLimits(TenantsInHand):
 
     @override
     def give_back_bytes(self, tenant: TenantId, size_bytes: int) -> None:
-        """Count bytes as free that were taken before."""
+        """Return counted bytes."""
         super().give_back_bytes(tenant, size_bytes)
         self.held_bytes -= size_bytes
 
 
 class Upload:
-    """One body on its way in: no larger than it may be, no slower than any line. Needs a running loop.
+    """One upload, with bounds on its size and its time. Needs a running loop.
 
-    A body that comes slowly holds memory that all share, and a byte now and then is enough to keep it. So all of a body
-    has `body_timeout_s`, and a second more for every BYTES_PER_S_MIN of it that came: 32 MiB over the slowest line that
-    is served take 18 minutes, a trickle is over after one. No silence is longer than `body_timeout_s` either.
+    A slow body occupies memory that all tenants share. So a whole body has `body_timeout_s`, plus one second for each
+    BYTES_PER_S_MIN received: 32 MiB over the slowest line take 18 minutes, and a trickle ends after one. A silence
+    lasts at most `body_timeout_s` too.
     """
 
     def __init__(self, limits: FrontLimits) -> None:
@@ -146,7 +146,7 @@ class Upload:
     async def wait_for(self, piece: Awaitable[T], *, size_bytes: int = 0) -> T:
         """Return the next piece. Raises UploadTooSlow.
 
-        `size_bytes`: of a piece that the proxy in front collects; it has the time of that many bytes.
+        `size_bytes`: size of a piece that the proxy in front collects, which extends its deadline.
         """
         ends_s = min(self._clock() + self._limits.body_timeout_s, self._ends_s) + size_bytes / BYTES_PER_S_MIN
         try:
@@ -156,14 +156,14 @@ class Upload:
             raise UploadTooSlow("the request body did not arrive before the upload deadline") from exc
 
     def came(self, size_bytes: int) -> None:
-        """Count bytes of the body as there. Raises BodyTooLarge."""
+        """Count received bytes. Raises BodyTooLarge."""
         self._came_bytes += size_bytes
         self._limits.check_size(self._came_bytes)
         self._ends_s += size_bytes / BYTES_PER_S_MIN
 
 
 class HeldBody(Upload):
-    """The pieces of one body, counted as in hand for the length of a `with` block."""
+    """Pieces of one body, counted as in flight during a `with` block."""
 
     def __init__(self, tenants: TenantLimits, tenant: TenantId, limits: FrontLimits) -> None:
         super().__init__(limits)
@@ -184,10 +184,7 @@ class HeldBody(Upload):
         self._body = io.BytesIO()
 
     def reserve(self, size_bytes: int) -> None:
-        """Count the bytes that a head announces, before any is there. Raises as `add`.
-
-        So a body is refused at its head, and not when most of it has been sent.
-        """
+        """Count the bytes that a head announces, so that a body is refused before it is sent. Raises as `add`."""
         self._limits.check_size(size_bytes)
         self._take(size_bytes)
 
@@ -196,13 +193,13 @@ class HeldBody(Upload):
         self.came(len(piece))
         self._take(self._body.tell() + len(piece) - self._held_bytes)
         if not self._body.tell():
-            self._body = io.BytesIO(piece)  # the same bytes: most bodies come in one piece
+            self._body = io.BytesIO(piece)  # shares the bytes: most bodies are one piece
             self._body.seek(len(piece))
         else:
             self._body.write(piece)
 
     def whole(self) -> bytes:
-        """Return the body. Held once: what the pieces were written to is what is returned, not a copy of it."""
+        """Return the body, without a copy."""
         return self._body.getvalue()
 
     def _take(self, size_bytes: int) -> None:

@@ -32,9 +32,14 @@ from tests.kit.stub_engine import StubEngine
 PRODUCT = Path(gateway.__file__).parents[1]
 PACKAGES = ("gateway", "contextcache", "context_manager")
 GENERATED = ("contextcache/v1/", "contextcache/extproc/")
-CREATE = ("POST", "/v1/context", {"model": "stub-model", "prompt": "Once upon a time"})
-TURN = ("POST", "/v1/completions", {"session_id": "ctx_walk", "prompt": "and then"})
-PATCH = ("PATCH", "/v1/context/ctx_walk", {"ttl": 900, "ttl_policy": "sliding", "metadata": {"a": "b"}})
+CREATE = "POST /v1/context"
+TURN = "a turn: POST /v1/completions with session_id"
+PATCH = "PATCH /v1/context/{id}"
+REQUESTS = {
+    CREATE: ("POST", "/v1/context", {"model": "stub-model", "prompt": "Once upon a time"}),
+    TURN: ("POST", "/v1/completions", {"session_id": "ctx_walk", "prompt": "and then"}),
+    PATCH: ("PATCH", "/v1/context/ctx_walk", {"ttl": 900, "ttl_policy": "sliding", "metadata": {"a": "b"}}),
+}
 SENT = "gateway/http/carrier.py"
 """A walk ends where the carrier takes the signed request."""
 
@@ -97,13 +102,9 @@ async def walks(directory: Path) -> dict[str, Walk]:
         async with gateway_app(settings, registry=CollectorRegistry()) as app:
             front = getattr(app, "front", app)  # before the fronts shared their parts: an object with both
             await (front.gateway.parts if front is app else app).endpoints.looked.wait()
-            for call in (CREATE, TURN, PATCH):  # caches are full, and connections open
-                await _walk(front, *call)
-            return {
-                "POST /v1/context": await _walk(front, *CREATE),
-                "a turn: POST /v1/completions with session_id": await _walk(front, *TURN),
-                "PATCH /v1/context/{id}": await _walk(front, *PATCH),
-            }
+            for request in REQUESTS.values():  # fills caches, and opens connections
+                await _walk(front, *request)
+            return {name: await _walk(front, *request) for name, request in REQUESTS.items()}
     finally:
         await engine.stop()
         await manager.stop()
