@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 
 from contextcache.errors import (
@@ -175,10 +174,12 @@ class Contexts:
         Raises as `fork`, and the errors of `check`.
         """
         check_id(session_id)
-        # A client may use the same key for another response.
-        again = f"{repeat_key}\0{session_id}\0{generation}" if repeat_key else ""
-        minted = partial(_keyed_id, tenant, again, self._secret) if again else _random_id
-        branch_id = _id_beside(tenant, session_id, minted)
+        ids = iter(new_session_id, "")
+        if repeat_key:
+            # A client may use the same key for another response.
+            again = f"{repeat_key}\0{session_id}\0{generation}"
+            ids = (session_id_of(tenant, f"{again}\0{number}", self._secret) for number in count())
+        branch_id = _id_beside(tenant, session_id, ids)
         try:
             source = await self._manager.get_session_metadata(tenant, session_id)
             if source.generation == generation or await self._is_answered(tenant, session_id, repeat_key):
@@ -218,7 +219,7 @@ class Contexts:
         lease_ttl_ms = _BRANCH_LEASE_MS if is_branch else _LEASE_MS
         new = NewSession(
             tenant=source.tenant,
-            session_id=fork.session_id or _id_beside(source.tenant, source.session_id, _random_id),
+            session_id=fork.session_id or _id_beside(source.tenant, source.session_id, iter(new_session_id, "")),
             model_id=source.model_id,
             mode=source.mode,
             ttl_s=source.ttl_s if terms.ttl_s is None else terms.ttl_s,
@@ -296,18 +297,10 @@ class KeptConversations:
         return unreachable
 
 
-def _id_beside(tenant: TenantId, source_id: SessionId, minted: Callable[[int], SessionId]) -> SessionId:
-    """Return an id in the shard of the source, where a fork shares its segments. Mints some 64 ids to find one."""
+def _id_beside(tenant: TenantId, source_id: SessionId, ids: Iterator[SessionId]) -> SessionId:
+    """Return the first id in the shard of the source, where a fork shares its segments: on average the 64th."""
     shard = shard_of(tenant, source_id)
-    return next(one for one in map(minted, count()) if shard_of(tenant, one) == shard)
-
-
-def _random_id(_number: int) -> SessionId:
-    return new_session_id()
-
-
-def _keyed_id(tenant: TenantId, again: str, secret: bytes, number: int) -> SessionId:
-    return session_id_of(tenant, f"{again}\0{number}", secret)
+    return next(one for one in ids if shard_of(tenant, one) == shard)
 
 
 def check_id(session_id: SessionId) -> None:

@@ -76,14 +76,12 @@ class Admission:
     path: str
     headers: Mapping[str, str]
     """Names are in lower case."""
-    subset: frozenset[str] | None
-    """Pod addresses that the proxy in front allows; None: all."""
     plain: Plain
     """Treatment of the request if it has no context."""
-    tag: str
-    """Tag by which pods count the tenant's requests."""
+    query: RouteQuery
+    """Facts of the head that limit the choice of the pod."""
     identity: Identity
-    """Sender and request id, which each signed identity repeats. The front mints the id: receipts are found by it."""
+    """Sender and request id. The front mints the id, because receipts are found by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +142,7 @@ class Gateway:
         """
         admission = self.admit(kind, headers, path=path, request_id=request_id, subset=subset)
         tenants = self.parts.tenants
-        elsewhere = self.parts.endpoints.num_reported(admission.tag) if tenants.limits[0] else 0
+        elsewhere = self.parts.endpoints.num_reported(admission.query.tenant) if tenants.limits[0] else 0
         with tenants.request(admission.tenant, elsewhere=elsewhere):
             yield admission
 
@@ -175,9 +173,10 @@ class Gateway:
             kind=kind,
             path=path,
             headers=headers,
-            subset=subset,
             plain=allowed(caller.plain, self._plain_max) if may_keep else Plain.OFF,
-            tag=tenant_tag(caller.tenant, self.parts.secret),
+            query=RouteQuery(
+                subset=subset, light=path in TOKENIZER_PATHS, tenant=tenant_tag(caller.tenant, self.parts.secret)
+            ),
             identity=identity,
         )
 
@@ -251,13 +250,9 @@ class Gateway:
 
     async def _create(self, admission: Admission, claims: Claims, session_id: SessionId | None) -> Forward:
         """Route a create. `session_id` is the name that the client gives the context; None: the pod mints one."""
-        query = RouteQuery(
-            model=claims.model(),
-            affinity=prompt_affinity(admission.tenant, claims),
-            stays=True,
-            num_tokens=num_tokens_of(claims),
-            subset=admission.subset,
-            tenant=admission.tag,
+        affinity = prompt_affinity(admission.tenant, claims)
+        query = replace(
+            admission.query, model=claims.model(), affinity=affinity, stays=True, num_tokens=num_tokens_of(claims)
         )
         identity = replace(admission.identity, session_id=session_id)
         return await self._placed(Kind.CREATE, query, claims.changed(), identity=identity)
@@ -335,15 +330,13 @@ class Gateway:
         elif self.parts.settings.salt_stateless and admission.path in SALTED_PATHS:
             # Without a model: the engine's cache separates models itself. A context's salt has one, and so differs.
             salt = cache_salt(admission.tenant, ModelId(""), self.parts.secret)
-        query = RouteQuery(
+        query = replace(
+            admission.query,
             model=claims.model(),
             affinity=group,
             is_conversation=bool(group),
             stays=bool(group),
             num_tokens=num_tokens_of(claims),
-            subset=admission.subset,
-            light=admission.path in TOKENIZER_PATHS,
-            tenant=admission.tag,
         )
         # vLLM names the answer by the header. A front always sets it, which would hide the body's `request_id`.
         name = claims.text("request_id")
@@ -354,10 +347,8 @@ class Gateway:
 
     async def _unread(self, admission: Admission, *, has_body: bool) -> Forward:
         """Route a request without a context and with an empty or opaque body."""
-        light = not has_body or admission.path in TOKENIZER_PATHS
-        return await self._placed(
-            Kind.STATELESS, RouteQuery(subset=admission.subset, light=light, tenant=admission.tag), None
-        )
+        query = admission.query if has_body else replace(admission.query, light=True)
+        return await self._placed(Kind.STATELESS, query, None)
 
     async def _placed(
         self,
@@ -408,10 +399,4 @@ class Gateway:
 
 
 def _turn_query(admission: Admission, session: CacheSessionMetadata) -> RouteQuery:
-    return RouteQuery(
-        model=session.model_id,
-        holder=session.holder,
-        num_tokens=session.num_tokens,
-        subset=admission.subset,
-        tenant=admission.tag,
-    )
+    return replace(admission.query, model=session.model_id, holder=session.holder, num_tokens=session.num_tokens)

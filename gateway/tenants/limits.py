@@ -11,9 +11,9 @@ import io
 import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from typing_extensions import override
 
@@ -162,7 +162,7 @@ class Upload:
         self._ends_s += size_bytes / BYTES_PER_S_MIN
 
 
-class HeldBody(Upload):
+class HeldBody(Upload, AbstractContextManager["HeldBody"]):
     """Pieces of one body, counted as in flight during a `with` block."""
 
     def __init__(self, tenants: TenantLimits, tenant: TenantId, limits: FrontLimits) -> None:
@@ -173,12 +173,8 @@ class HeldBody(Upload):
         self._held_bytes = 0
         """Bytes counted: the reserved bytes, or the received bytes if they are more."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    @override
+    def __exit__(self, *_exc: object) -> None:
         self._tenants.give_back_bytes(self._tenant, self._held_bytes)
         self._held_bytes = 0
         self._body = io.BytesIO()
