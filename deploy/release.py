@@ -45,7 +45,7 @@ def release(version: str, *, root: Path = ROOT) -> str:
         else:
             _write_version(root, before, version)
             _run(root, sys.executable, "-m", "towncrier", "build", "--yes", "--version", version)
-        for generated in ("deploy.chart", "deploy.docs"):
+        for generated in ("deploy.client_sources", "deploy.chart", "deploy.docs"):
             _run(root, sys.executable, "-m", generated)
     except StepFailed:
         _run(root, "git", "reset", "--hard", "--quiet")
