@@ -145,7 +145,6 @@ async def _discovered_endpoints(
         rules=SliceRules(
             settings.kubernetes_port_name, settings.kubernetes_sidecar_port_name, settings.kubernetes_scheme
         ),
-        resync_s=settings.kubernetes_resync_s,
         metrics=metrics,
         clock=SystemClock(),
     )

@@ -59,8 +59,6 @@ class GatewaySettings(TlsSettings, TracingSettings):
     """Name of the Service port for the kv-sidecar's gRPC. A pod without this port has no sidecar."""
     kubernetes_scheme: Literal["http", "https"] = "http"
     """Scheme of vLLM's HTTP API."""
-    kubernetes_resync_s: float = Field(300.0, gt=0)
-    """Seconds between two full lists. They find changes that a watch lost."""
     tls_clients: Literal["required", "none"] = "required"
     """Client certificates with TLS on. `required`: callers of the HTTP front need a certificate of the CA, as Envoy
     has. `none`: they need none. The external processor always requires one."""

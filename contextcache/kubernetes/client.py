@@ -48,7 +48,7 @@ Access = Callable[[], Awaitable[Configuration]]
 
 
 class KubernetesApi:
-    """One API server; calls raise KubernetesError. Implements KubernetesReader."""
+    """One API server; every call has a deadline and raises KubernetesError."""
 
     def __init__(self, access: Access, *, namespace: str) -> None:
         self._access = access
@@ -103,7 +103,10 @@ class KubernetesApi:
     async def watch(
         self, selection: Selection, *, resource_version: str, timeout_s: float
     ) -> AsyncIterator[AsyncIterator[WatchEvent]]:
-        """Follow the changes after `resource_version`; see KubernetesReader."""
+        """Follow the changes after `resource_version`, in order, for `timeout_s` or until the server ends the watch.
+
+        Raises KubernetesExpired when the server no longer has them.
+        """
         query = {
             "watch": "1",
             "labelSelector": selection.label_selector,

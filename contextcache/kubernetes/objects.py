@@ -6,10 +6,9 @@ Objects are JSON as the server sends it. Any field may be absent.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from contextcache.errors import ContextCacheError
 
@@ -103,23 +102,6 @@ class KubernetesAnswerInvalid(KubernetesError):
     """Answer that no API server gives."""
 
     reason = "invalid"
-
-
-class KubernetesReader(Protocol):
-    """Port that lists and watches. Every call has a deadline and raises KubernetesError."""
-
-    async def list(self, selection: Selection) -> Listing:
-        """Return the newest state, from a quorum of the server's store."""
-        ...
-
-    def watch(
-        self, selection: Selection, *, resource_version: str, timeout_s: float
-    ) -> AbstractAsyncContextManager[AsyncIterator[WatchEvent]]:
-        """Follow the changes after `resource_version`, in order, for `timeout_s` or until the server ends the watch.
-
-        Raises KubernetesExpired when the server no longer has them.
-        """
-        ...
 
 
 _MESSAGE_LENGTH_MAX = 300

@@ -1,1 +1,1 @@
-"""Which pods there are, how they are, and which one a request goes to."""
+"""The pods: discovery, readiness, load, KV at their sidecars, and the choice of a pod for a request."""

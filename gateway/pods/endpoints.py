@@ -356,10 +356,7 @@ class WatchedEndpoints:
         """List a new pod, in place of another one of its name: requests to that one end at its old address."""
         if before is not None:
             self._forget_placed(before)
-        tenants = PodTenants(self._clock_s)
-        self._pods[endpoint.name] = _Pod(
-            endpoint, Readiness.NEW, frozenset(), in_flight=0, routed_at=0, tenants=tenants
-        )
+        self._pods[endpoint.name] = _Pod(endpoint, tenants=PodTenants(self._clock_s))
         self._metrics.endpoint_ready.labels(endpoint.name).set(0)
 
     def _note_use(self, pod: _Pod) -> None:

@@ -1,14 +1,15 @@
-"""The pods behind Services of a Kubernetes namespace, followed while they come, drain and go. Knows no wire.
+"""The pods behind the Services of a Kubernetes namespace. Knows no wire.
 
-In memory: with the API server away the last known pods stay. How they do is asked elsewhere, by the probe.
+Pods stay in memory: if the API server is away, the last known pods stay. The probe finds out whether they are healthy.
 
 Rules:
-- One endpoint a pod, named like it; an address without a pod behind it has no name that sessions could remember.
-- Every pod of the slices is listed, ready or not. A pod whose engine restarts still has a sidecar whose KV others pull
-  and deletes must reach; whether its engine takes requests is what the gateway's own probe asks, each second.
-- What Kubernetes calls terminating or not serving, and what is annotated to drain, is draining: it gets nothing new
-  while another pod is ready. So a readiness gate is obeyed, and a kubelet wrong about every pod stops nobody.
-- IPv4 before IPv6; of a pod's several entries the best one counts, its sidecar may come from another of them.
+
+- One endpoint per pod, with the pod's name. An address without a pod has no name that sessions could remember.
+- Every pod of the slices is listed, ready or not. A pod whose engine restarts still has a sidecar, whose KV others pull
+  and deletes must reach. The gateway's own probe decides each second whether the engine takes requests.
+- A pod that is terminating, not serving, or annotated to drain gets no new requests while another pod is ready.
+  So readiness gates are obeyed, and a kubelet that is wrong about every pod stops none.
+- IPv4 comes before IPv6. The best of a pod's entries counts; its sidecar may come from another one.
 """
 
 from __future__ import annotations
@@ -18,16 +19,22 @@ import ipaddress
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from contextcache.clock import Clock
-from contextcache.kubernetes.objects import ENDPOINT_SLICES, PODS, KubernetesObject, KubernetesReader, Selection
+from contextcache.kubernetes.objects import ENDPOINT_SLICES, PODS, KubernetesObject, Selection
 from gateway.metrics import Metrics
 from gateway.pods.reflector import Reflector
 from gateway.pods.state import Endpoint
 
+if TYPE_CHECKING:
+    from contextcache.kubernetes.client import KubernetesApi
+
 log = logging.getLogger(__name__)
 
+RESYNC_S = 300.0
+"""Seconds between two full lists, which find changes that a watch lost."""
 DRAIN_ANNOTATION = "context-cache.io/drain"
 INJECTED_ANNOTATION = "context-cache.io/injected"
 SIDECAR_CONTAINER = "kv-sidecar"
@@ -35,7 +42,7 @@ SIDECAR_CONTAINER = "kv-sidecar"
 
 @dataclass(frozen=True, slots=True)
 class SliceRules:
-    """How a Service's ports are read."""
+    """Names of the Services' ports, and the scheme of the HTTP API."""
 
     port_name: str = "http"
     sidecar_port_name: str = "kv-grpc"
@@ -43,25 +50,29 @@ class SliceRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class SliceAddress:
     """One pod in one slice."""
 
     pod: str
     host: str
-    """As in a URL: an IPv6 address in brackets."""
+    """Host part of a URL: an IPv6 address is in brackets."""
     is_ipv6: bool
     serving: bool
     terminating: bool
     ports: Mapping[str, int]
     """By name."""
 
+    def at(self, port_name: str) -> str:
+        """Return `host:port`; empty without this port."""
+        return f"{self.host}:{self.ports[port_name]}" if port_name in self.ports else ""
+
 
 @dataclass(frozen=True, slots=True)
-class Pod:
-    """What a Pod object says beyond its slices."""
+class PodFacts:
+    """Facts of a Pod object that its slices lack."""
 
     leaving: bool
-    """It was deleted and ends, or somebody annotated it to drain."""
+    """True: the pod is being deleted, or annotated to drain."""
     has_sidecar: bool
 
 
@@ -70,32 +81,33 @@ class KubernetesEndpoints:
 
     def __init__(
         self,
-        api: KubernetesReader,
+        api: KubernetesApi,
         *,
         namespace: str,
         selector: str,
         rules: SliceRules,
-        resync_s: float,
         metrics: Metrics,
         clock: Clock,
+        resync_s: float = RESYNC_S,
     ) -> None:
-        """`selector` chooses the slices, which have the labels of their Service, and the pods, which have them too."""
+        """`selector` selects the slices, which have the labels of their Service, and the pods with the same labels."""
         slices, pods = (Selection(resource, namespace, selector) for resource in (ENDPOINT_SLICES, PODS))
-        self._slices = Reflector(api, slices, addresses_of, resync_s=resync_s, metrics=metrics, clock=clock)
-        self._pods = Reflector(api, pods, pod_of, resync_s=resync_s, metrics=metrics, clock=clock)
+        followed = partial(Reflector, api, resync_s=resync_s, metrics=metrics, clock=clock)
+        self._slices: Reflector[tuple[SliceAddress, ...]] = followed(slices, addresses_of)
+        self._pods: Reflector[PodFacts] = followed(pods, pod_of)
         self._rules = rules
         self._versions = (0, 0)
         self.endpoints: tuple[Endpoint, ...] = ()
-        """The last known ones."""
+        """The last known pods."""
 
     async def run(self) -> None:
-        """Follow both kinds until cancelled."""
+        """Follow slices and pods until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._slices.run(), name="endpoint slices")
             group.create_task(self._pods.run(), name="pods")
 
     async def until_tried(self, timeout_s: float) -> bool:
-        """Wait until both kinds were asked for once; False when that took too long, or the slices did not come."""
+        """Wait for the first answer, or failure, of both lists; return whether slices arrived within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._slices.tried.wait()
@@ -105,7 +117,7 @@ class KubernetesEndpoints:
         return self._slices.listed
 
     def changed(self) -> Sequence[Endpoint] | None:
-        """Return all endpoints when they have changed, else None: nothing before the first list of slices."""
+        """Return all endpoints if they have changed since the last call, else None. None before the first list."""
         versions = (self._slices.version, self._pods.version)
         if versions == self._versions or not self._slices.listed:
             return None
@@ -119,8 +131,8 @@ class KubernetesEndpoints:
         return endpoints
 
 
-def addresses_of(endpoint_slice: KubernetesObject) -> tuple[Address, ...]:
-    """Return the pods of an EndpointSlice (discovery.k8s.io/v1); none for what is no address of a pod."""
+def addresses_of(endpoint_slice: KubernetesObject) -> tuple[SliceAddress, ...]:
+    """Return the pods of an EndpointSlice (discovery.k8s.io/v1), without entries that are no pod's address."""
     ports = {
         str(port.get("name") or ""): port["port"]
         for port in _entries(endpoint_slice, "ports")
@@ -130,84 +142,73 @@ def addresses_of(endpoint_slice: KubernetesObject) -> tuple[Address, ...]:
     return tuple(address for address in found if address is not None)
 
 
-def pod_of(pod: KubernetesObject) -> Pod:
-    """Return what counts of a Pod (v1)."""
-    metadata = pod.get("metadata") or {}
+def pod_of(pod: KubernetesObject) -> PodFacts:
+    """Return the facts of a Pod (v1)."""
+    metadata, spec = pod.get("metadata") or {}, pod.get("spec") or {}
     annotations = metadata.get("annotations") or {}
-    spec = pod.get("spec") or {}
     containers = [*_entries(spec, "initContainers"), *_entries(spec, "containers")]
-    return Pod(
+    return PodFacts(
         leaving=bool(metadata.get("deletionTimestamp")) or annotations.get(DRAIN_ANNOTATION) == "true",
         has_sidecar=bool(annotations.get(INJECTED_ANNOTATION))
         or any(container.get("name") == SIDECAR_CONTAINER for container in containers),
     )
 
 
-def endpoints_of(addresses: Iterable[Address], pods: Mapping[str, Pod], *, rules: SliceRules) -> tuple[Endpoint, ...]:
+def endpoints_of(
+    addresses: Iterable[SliceAddress], pods: Mapping[str, PodFacts], *, rules: SliceRules
+) -> tuple[Endpoint, ...]:
     """Return one endpoint for each pod with the HTTP port, by name.
 
-    A pod that is not in `pods` (not seen yet, or not ours to see) is as its slices say.
+    For a pod that is not in `pods`, not seen yet or not selected, the slices alone count.
     """
-    by_pod: dict[str, list[Address]] = {}
+    by_pod: dict[str, list[SliceAddress]] = {}
     for address in addresses:
         if rules.port_name in address.ports:
             by_pod.setdefault(address.pod, []).append(address)
     return tuple(_endpoint(name, by_pod[name], pods.get(name), rules) for name in sorted(by_pod))
 
 
-def _endpoint(name: str, entries: list[Address], pod: Pod | None, rules: SliceRules) -> Endpoint:
+def _endpoint(name: str, entries: list[SliceAddress], pod: PodFacts | None, rules: SliceRules) -> Endpoint:
     entries = sorted(entries, key=lambda entry: _worse_last(entry, rules))
     best = entries[0]
-    sidecar = ""
-    if pod is None or pod.has_sidecar:
-        # Two Services may share the pod, and one of them know the sidecar's port.
-        sidecar = next(
-            (_host_port(entry, rules.sidecar_port_name) for entry in entries if _has_sidecar(entry, rules)), ""
-        )
+    # Two Services may select the pod, and only one of them have the sidecar's port.
+    sidecars = [entry.at(rules.sidecar_port_name) for entry in entries if pod is None or pod.has_sidecar]
     return Endpoint(
         name,
-        f"{rules.scheme}://{_host_port(best, rules.port_name)}",
-        sidecar,
+        f"{rules.scheme}://{best.at(rules.port_name)}",
+        next(filter(None, sidecars), ""),
         draining=best.terminating or not best.serving or (pod is not None and pod.leaving),
     )
 
 
-def _worse_last(entry: Address, rules: SliceRules) -> tuple[Any, ...]:
-    # The host and ports come last, so that equal slices in another order give the same endpoint.
-    has_sidecar = _has_sidecar(entry, rules)
+def _worse_last(entry: SliceAddress, rules: SliceRules) -> tuple[Any, ...]:
+    # Host and ports come last, so that equal slices in another order give the same endpoint.
+    has_sidecar = rules.sidecar_port_name in entry.ports
     ports = (entry.ports[rules.port_name], entry.ports.get(rules.sidecar_port_name, 0))
     return entry.is_ipv6, entry.terminating, not entry.serving, not has_sidecar, entry.host, ports
 
 
-def _has_sidecar(entry: Address, rules: SliceRules) -> bool:
-    return rules.sidecar_port_name in entry.ports
-
-
-def _host_port(entry: Address, port_name: str) -> str:
-    return f"{entry.host}:{entry.ports[port_name]}"
-
-
-def _address(entry: KubernetesObject, ports: Mapping[str, int]) -> Address | None:
+def _address(entry: KubernetesObject, ports: Mapping[str, int]) -> SliceAddress | None:
     target = entry.get("targetRef") or {}
     hosts = entry.get("addresses") or []
     if target.get("kind") != "Pod" or not target.get("name") or not hosts:
         return None
     try:
-        # The API says of more than one address: use the first.
+        # The API defines the first of several addresses as the one to use.
         ip = ipaddress.ip_address(hosts[0])
     except ValueError:
         return None
     plain = (ip.version == 6 and ip.ipv4_mapped) or ip
     if plain.is_link_local or plain.is_multicast or plain.is_unspecified:
-        # Never a pod's, and 169.254.169.254 would be the cloud's; API servers refuse them as well.
+        # No pod has these, and 169.254.169.254 is the cloud's metadata server. API servers refuse them too.
         return None
     conditions = entry.get("conditions") or {}
     is_ipv6 = ip.version == 6
-    return Address(
+    return SliceAddress(
         pod=target["name"],
         host=f"[{ip}]" if is_ipv6 else str(ip),
         is_ipv6=is_ipv6,
-        # Nothing said means: as `ready` says, and that means: yes.
+        # The API defines a missing `serving` as `ready`, and a missing `ready` as true.
         serving=_condition(conditions, "serving", unknown=_condition(conditions, "ready", unknown=True)),
         terminating=_condition(conditions, "terminating", unknown=False),
         ports=ports,

@@ -1,7 +1,7 @@
-"""`Reflector`: a copy of what the Kubernetes API server has, kept by one list and watches after it.
+"""`Reflector`: a copy of the objects of a Kubernetes API server, kept by one list and the watches after it.
 
-As client-go's tools/cache Reflector, with these promises: every wait ends; whatever fails, the copy stays as it was and
-the reflector tries again, ever more slowly; nothing but a valid list or a watch event removes an object.
+Like client-go's tools/cache Reflector, with these promises: every wait has a deadline; a failure leaves the copy as it
+was and is retried with backoff; only a valid list or a watch event removes an object.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from contextcache.clock import Clock
 from contextcache.kubernetes.objects import (
@@ -18,38 +18,40 @@ from contextcache.kubernetes.objects import (
     KubernetesExpired,
     KubernetesForbidden,
     KubernetesObject,
-    KubernetesReader,
     KubernetesUnauthorized,
     KubernetesUnavailable,
     Selection,
 )
 from gateway.metrics import Metrics
 
+if TYPE_CHECKING:
+    from contextcache.kubernetes.client import KubernetesApi
+
 log = logging.getLogger(__name__)
 
 _Read = TypeVar("_Read")
 
 _WATCH_S = 60.0
-"""One watch. Begun anew so often, a connection that died without a word is noticed soon; it costs one request."""
+"""Seconds of one watch. A new watch costs one request, and finds a connection that died silently."""
 _SHORT_WATCH_S = 1.0
-"""A watch that ends sooner and without an event got nowhere."""
+"""Seconds below which a watch without an event counts as failed."""
 _DELAY_S, _REFUSED_DELAY_S, _DELAY_MAX_S = 0.2, 5.0, 30.0
-"""Between tries: at first, at first when it is not allowed, at most."""
+"""Seconds between two tries: the first delay, the first delay after a refusal, and the longest."""
 _STARTING_S = 60.0
-"""An API server that starts refuses valid accounts until it has read all Roles, 12 to 26 s on a v1.36. So what was
-allowed once and is refused now is asked for again soon, for so long; refused for longer, the Role is gone."""
+"""Seconds for which a call that was allowed before and is refused now is retried soon. A starting API server refuses
+valid accounts until it has read all Roles, for 12 to 26 s on a v1.36. After that the Role is missing."""
 _STARTING_DELAY_MAX_S = 1.0
 _RELIST_FAILURES = 3
-"""So many failures in a row, and the copy is made anew: the version to go on from may be what fails."""
+"""Failures in a row after which the copy is listed anew: the resource version of the watch may be the cause."""
 _REFUSED = {KubernetesForbidden.reason, KubernetesUnauthorized.reason}
 
 
 class Reflector(Generic[_Read]):
-    """The selected objects as `read` makes them, by name."""
+    """Copies of the selected objects, by name, as `read` returns them."""
 
     def __init__(
         self,
-        api: KubernetesReader,
+        api: KubernetesApi,
         selection: Selection,
         read: Callable[[KubernetesObject], _Read],
         *,
@@ -57,14 +59,14 @@ class Reflector(Generic[_Read]):
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        """`read` gets whole objects and keeps what it needs; it takes any field to be absent."""
+        """`read` reduces an object to the needed fields; any field may be absent."""
         self.objects: dict[str, _Read] = {}
         self.version = 0
-        """Another one whenever the objects may have changed."""
+        """Changes whenever the objects may have changed."""
         self.listed = False
-        """True once there was a list, even an empty one."""
+        """True after the first list, even an empty one."""
         self.tried = asyncio.Event()
-        """Set when the first list has come or failed."""
+        """Set when the first list has arrived or failed."""
         self._api = api
         self._selection = selection
         self._resource = selection.resource
@@ -73,13 +75,13 @@ class Reflector(Generic[_Read]):
         self._metrics = metrics
         self._clock = clock
         self._resource_version = ""
-        """Where to go on; empty: list first."""
+        """Version from which to watch; empty: list first."""
         self._list_at = 0.0
         self._num_failures = 0
         self._failing_with: str | None = None
-        """The reason, as metrics and the log have it."""
+        """Reason of the last failure in metrics and the log; None: it works."""
         self._worked = False
-        """True once a watch did, or the server was away: then Roles may be as they should be."""
+        """True after a watch succeeded or the server was away: the Roles may then be right."""
         self._refused_since_s: float | None = None
 
     async def run(self) -> None:
@@ -87,18 +89,13 @@ class Reflector(Generic[_Read]):
         while True:
             try:
                 await self._follow()
-            except KubernetesError as exc:
+            except Exception as exc:  # noqa: BLE001 - the loop must survive, or no pod would come or go; it logs and counts
                 reason = self._reason(exc)
                 self._failed(exc, reason)
                 await asyncio.sleep(self._delay_s(reason))
-            except Exception as exc:
-                # The loop must live: without it pods would come and go unseen.
-                log.exception("discovery failed by an internal fault", extra={"resource": self._resource.plural})
-                self._failed(exc, "internal")
-                await asyncio.sleep(self._delay_s("internal"))
 
     async def _follow(self) -> None:
-        """List when it is time, then watch until the watch ends. Raises KubernetesError."""
+        """List if a list is due, then watch until the watch ends. Raises KubernetesError."""
         now_s = asyncio.get_running_loop().time()
         if not self._resource_version or now_s >= self._list_at:
             await self._list()
@@ -141,7 +138,7 @@ class Reflector(Generic[_Read]):
         elif kind != "BOOKMARK":
             self.objects[_name(subject)] = self._read(subject)
             self.version += 1
-        # Only now: an event that cannot be read is asked for again.
+        # Last: a watch after a failure then repeats the event that could not be read.
         self._resource_version = str(subject["metadata"]["resourceVersion"])
 
     def _heard(self) -> None:
@@ -159,16 +156,20 @@ class Reflector(Generic[_Read]):
         self._num_failures += 1
         self.tried.set()
         if isinstance(exc, KubernetesExpired) or self._num_failures >= _RELIST_FAILURES:
-            # So who may list and not watch lives by lists.
+            # An account that may list but not watch then lists again and again.
             self._resource_version = ""
         if isinstance(exc, KubernetesExpired) or self._failing_with == reason:
             return
         self._failing_with = reason
         log.warning("discovery failed, last known pods stay", extra=self._fields(exc, reason))
 
-    def _reason(self, exc: KubernetesError) -> str:
-        """Return why it failed; refused by a server that allowed it before or was away, it is `starting` at first."""
-        if not isinstance(exc, KubernetesForbidden | KubernetesUnauthorized):
+    def _reason(self, exc: Exception) -> str:
+        """Return the reason for metrics: at first `starting` if the server allowed the call before, or was away."""
+        if not isinstance(exc, KubernetesError):
+            fields = {"resource": self._resource.plural}
+            log.error("discovery failed by an internal fault", exc_info=exc, extra=fields)
+            return "internal"
+        if exc.reason not in _REFUSED:
             return exc.reason
         now_s = asyncio.get_running_loop().time()
         if self._refused_since_s is None:
@@ -190,7 +191,7 @@ class Reflector(Generic[_Read]):
         first_s: float = _REFUSED_DELAY_S if reason in _REFUSED else _DELAY_S
         most_s = _STARTING_DELAY_MAX_S if reason == "starting" else _DELAY_MAX_S
         longest_s = min(first_s * 2.0 ** min(self._num_failures - 1, 16), most_s)
-        # Spread out: all gateways lose the same server at the same time.
+        # Jitter: all gateways lose the same server at the same time.
         return longest_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from contextcache.clock import Clock
@@ -258,27 +258,20 @@ class Holders:
         return [name for name in session.holders or () if name in names] or names
 
     async def _sealed_state(self, client: KVSidecarClient, session: CacheSessionMetadata) -> KVState:
-        is_coming, reason = False, ""
-        try:
-            found = await _manifest_state(client, session, session.cache_ref)
-        except CacheRefPending:
-            is_coming = True
-        else:
-            if found is not None:
-                return found
+        newest = await _state_of(client, session.tenant, session.cache_ref)
+        if newest is not None and newest.state == "sealed":
+            return newest
+        reason = ""
+        if newest is None:
             reason = (await client.wait_sealed(session.tenant, session.cache_ref, timeout_ms=0)).reason
         # A turn just committed may still be sealing. Until then only the generation before it has KV.
-        previous = session.previous_cache_ref
-        try:
-            kept = await _manifest_state(client, session, previous) if previous else None
-        except CacheRefPending:
-            kept = None
+        previous = await _state_of(client, session.tenant, session.previous_cache_ref)
         if reason:
-            return KVState("absent", kept.size_bytes if kept else 0, kept.tier if kept else "", reason)
-        if kept is not None:
-            return KVState("pending", kept.size_bytes, kept.tier)
+            return replace(previous or KVState("absent"), state="absent", reason=reason)
+        if previous is not None and previous.state == "sealed":
+            return replace(previous, state="pending")
         is_young = self._clock.now_ms() - session.created_at_ms < _SEALING_MS
-        return KVState("pending" if is_coming or is_young else "absent")
+        return KVState("absent" if newest is None and not is_young else "pending")
 
     async def _delete(
         self, names: Sequence[str], tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef] = ()
@@ -298,13 +291,14 @@ class Holders:
         return freed_bytes, unreachable
 
 
-async def _manifest_state(
-    client: KVSidecarClient, session: CacheSessionMetadata, cache_ref: CacheRef
-) -> KVState | None:
+async def _state_of(client: KVSidecarClient, tenant: TenantId, cache_ref: CacheRef) -> KVState | None:
+    """Return the state of the KV under a ref; None: there is none."""
+    if not cache_ref:
+        return None
     try:
-        manifest, tier = await client.get_manifest(session.tenant, cache_ref)
+        manifest, tier = await client.get_manifest(tenant, cache_ref)
     except CacheRefPending:
-        raise
+        return KVState("pending")
     except CacheRefNotFound:
         return None
     return sealed_state(manifest.size_bytes, tier)

@@ -95,12 +95,12 @@ class EndpointState:
     """State of a pod now. WatchedEndpoints changes it in place: every request reads some of them."""
 
     endpoint: Endpoint
-    readiness: Readiness
-    models: frozenset[ModelId]
+    readiness: Readiness = Readiness.NEW
+    models: frozenset[ModelId] = frozenset()
     """Served model names; empty if the pod does not list them."""
-    in_flight: int
+    in_flight: int = 0
     """Requests that this gateway is carrying to the pod."""
-    routed_at: int
+    routed_at: int = 0
     """Number, among all requests of this gateway, of the last one to this pod; 0: none yet. Among equals the lowest
     wins, so that idle pods take turns."""
     load: EngineLoad = EngineLoad()

@@ -1,7 +1,7 @@
-"""The pods named in a file, read again when it changes. Knows nothing of how they do.
+"""The pods in a JSON file with the same list as `GATEWAY_ENDPOINTS`, read again when it changes.
 
-The file is JSON, the list that `GATEWAY_ENDPOINTS` would be. Replace it as a whole (write another, rename it over): a
-half-written one is refused and read again a second later. An empty list means no pods.
+Replace the file as a whole: write another one and rename it. A half-written file is refused and read again a second
+later. An empty list means no pods.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from gateway.pods.state import Endpoint
 from gateway.settings import EndpointSettings
 
 _FILE_BYTES_MAX = 4 << 20
-"""Some ten thousand pods."""
+"""Largest file: some ten thousand pods."""
 _LIST = TypeAdapter(tuple[EndpointSettings, ...])
 
 
 class EndpointFile:
-    """Endpoints from a file; a broken change of it is counted, and changes nothing."""
+    """Endpoints from a file. A broken file is counted, and the last good endpoints stay."""
 
     def __init__(self, path: Path, *, metrics: Metrics) -> None:
-        """Read the file. Raises ValueError when it is broken, OSError when it cannot be read."""
+        """Read the file. Raises ValueError for a broken file, OSError for an unreadable one."""
         self._file = Reloaded(
             path, read=lambda: _read(path), name="endpoint file", on_failure=metrics.endpoint_reload_failures.inc
         )
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """The last good ones."""
+        """The last good endpoints."""
         return self._file.value
 
     def changed(self) -> Sequence[Endpoint] | None:
-        """Return all endpoints when the file has changed to a good one, else None. Never raises for the file."""
+        """Return all endpoints if the file has changed and is good, else None. Never raises for the file."""
         return self.endpoints if self._file.look() else None
 
 
 def endpoint_of(settings: EndpointSettings) -> Endpoint:
-    """Return the pod that the settings name."""
+    """Return the pod of an entry."""
     return Endpoint(settings.name, settings.url, settings.sidecar, draining=settings.draining)
 
 
