@@ -25,7 +25,7 @@ from gateway.pods.kubernetes import KubernetesEndpoints, SliceRules
 from gateway.pods.probe import HttpProbe
 from gateway.pods.sidecars import Holders, SidecarWaits
 from gateway.pods.state import Endpoint, LoadLimits
-from gateway.pods.static import EndpointFile, endpoint_of
+from gateway.pods.static import endpoint_file, endpoint_of
 from gateway.settings import GatewaySettings
 from gateway.tenants.keys import KeyFile, SingleTenant
 from gateway.tenants.limits import FrontLimits, TenantLimits
@@ -125,8 +125,8 @@ async def _listed_endpoints(
         discovered = await _discovered_endpoints(settings, stack, metrics)
         return discovered.changed() or (), discovered.changed
     if settings.endpoints_file is not None:
-        file = EndpointFile(settings.endpoints_file, metrics=metrics)
-        return file.endpoints, file.changed
+        file = endpoint_file(settings.endpoints_file, metrics)
+        return file.value, lambda: file.value if file.look() else None
     return tuple(map(endpoint_of, settings.endpoints)), None
 
 

@@ -158,7 +158,7 @@ class WatchedEndpoints:
         return sum(pod.tenants.reported(tenant) for pod in self.states())
 
     def note_routed(self, name: str, tenant: str | None = None) -> None:
-        """Count one request to a pod whose end no one reports, as through Envoy.
+        """Count one request to a pod through Envoy, which does not report its end.
 
         `tenant`: its tag; None: the engine computes nothing for the request.
         """
@@ -179,17 +179,15 @@ class WatchedEndpoints:
             # The pod left after it was chosen. The connection will fail.
             yield
             return
-        gauge = self._metrics.requests_in_flight.labels(name)
+        counted = nullcontext() if tenant is None else pod.tenants.carried(tenant)
         self._note_use(pod)
         pod.in_flight += 1
-        gauge.inc()
         try:
-            with nullcontext() if tenant is None else pod.tenants.carried(tenant):
+            with self._metrics.requests_in_flight.labels(name).track_inprogress(), counted:
                 yield
         finally:
             pod.in_flight -= 1
             pod.since_probe -= 1
-            gauge.dec()
             self._forget_if_gone(pod)
 
     def note_placed(self, name: str, beginning: str, *, at_ms: int, is_new: bool) -> Callable[[], None]:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import ssl
+from contextlib import AbstractAsyncContextManager
 from email.utils import parsedate_to_datetime
 from typing import Any, TypedDict
 from urllib.parse import quote
@@ -53,8 +54,7 @@ class HttpProbe:
     async def __call__(self, endpoint: Endpoint) -> Health:
         """Return the pod's health. Never raises for a fault of the pod; a healthy one may lack models and load."""
         try:
-            arguments = tls_arguments(endpoint.url, self._tls)
-            async with self._session.get(f"{endpoint.url}/health", timeout=self._timeout, **arguments) as answer:
+            async with self._get(f"{endpoint.url}/health") as answer:
                 if answer.status != 200:
                     return Health(healthy=False)
                 in_flight = answer.headers.get(IN_FLIGHT_HEADER)
@@ -63,9 +63,7 @@ class HttpProbe:
             return Health(healthy=False, certain=False)
         except aiohttp.ClientError:
             return Health(healthy=False)
-        models, load = await asyncio.gather(
-            self._page(f"{endpoint.url}/v1/models"), self._page(endpoint.url + LOAD_PATH)
-        )
+        models, load = await asyncio.gather(*(self._page(endpoint.url + path) for path in ("/v1/models", LOAD_PATH)))
         if models is None:
             return Health(healthy=False, certain=False)
         return Health(
@@ -76,11 +74,14 @@ class HttpProbe:
             clock_skew_s=skew_s,
         )
 
+    def _get(self, url: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        arguments = tls_arguments(url, self._tls)
+        return self._session.get(URL(url, encoded=True), timeout=self._timeout, **arguments)
+
     async def _page(self, url: str) -> bytes | None:
         """Return the beginning of a page; b"": the pod has no such page; None: no answer in time, or a 5xx."""
         try:
-            arguments = tls_arguments(url, self._tls)
-            async with self._session.get(URL(url, encoded=True), timeout=self._timeout, **arguments) as answer:
+            async with self._get(url) as answer:
                 if answer.status == 200:
                     return await _beginning(answer)
                 return None if answer.status >= 500 else b""

@@ -1,7 +1,10 @@
 """`Reflector`: a copy of the objects of a Kubernetes API server, kept by one list and the watches after it.
 
-Like client-go's tools/cache Reflector, with these promises: every wait has a deadline; a failure leaves the copy as it
-was and is retried with backoff; only a valid list or a watch event removes an object.
+It works like client-go's tools/cache Reflector, with these promises:
+
+- Every wait has a deadline.
+- A failure leaves the copy as it was, and is retried with backoff.
+- Only a valid list or a watch event removes an object.
 """
 
 from __future__ import annotations

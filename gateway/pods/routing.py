@@ -123,7 +123,7 @@ class _Choosing:
             return Choice(holder.endpoint, ChoiceReason.HOLDER)
         others = [state for state in self._some() if state is not holder]
         if is_open:
-            # Only to pods without a queue: requests queued there would wait for what the move computes, and move too.
+            # Only to pods without a queue: requests queued there would wait for the moved KV's prefill, and move too.
             idle = [state for state in others if not state.num_waiting()]
             better: Sequence[EndpointState] = [s for s in idle if s.busy_s() + s.room_s(num_tokens) < gain_s]
         else:

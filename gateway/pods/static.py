@@ -6,7 +6,6 @@ later. An empty list means no pods.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -21,23 +20,14 @@ _FILE_BYTES_MAX = 4 << 20
 _LIST = TypeAdapter(tuple[EndpointSettings, ...])
 
 
-class EndpointFile:
-    """Endpoints from a file. A broken file is counted, and the last good endpoints stay."""
+def endpoint_file(path: Path, metrics: Metrics) -> Reloaded[tuple[Endpoint, ...]]:
+    """Return the reader of an endpoint file. A broken change is counted, and the last good endpoints stay.
 
-    def __init__(self, path: Path, *, metrics: Metrics) -> None:
-        """Read the file. Raises ValueError for a broken file, OSError for an unreadable one."""
-        self._file = Reloaded(
-            path, read=lambda: _read(path), name="endpoint file", on_failure=metrics.endpoint_reload_failures.inc
-        )
-
-    @property
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """The last good endpoints."""
-        return self._file.value
-
-    def changed(self) -> Sequence[Endpoint] | None:
-        """Return all endpoints if the file has changed and is good, else None. Never raises for the file."""
-        return self.endpoints if self._file.look() else None
+    Raises ValueError for a broken file, OSError for an unreadable one.
+    """
+    return Reloaded(
+        path, read=lambda: _read(path), name="endpoint file", on_failure=metrics.endpoint_reload_failures.inc
+    )
 
 
 def endpoint_of(settings: EndpointSettings) -> Endpoint:

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.metrics import Metrics
 from gateway.pods.state import Endpoint
-from gateway.pods.static import EndpointFile
+from gateway.pods.static import endpoint_file
 
 A = {"name": "a", "url": "http://a:8001/", "sidecar": "a:9001"}
 
@@ -33,10 +33,14 @@ def num_failures(metrics):
     return metrics.registry.get_sample_value("contextcache_gateway_endpoint_reload_failures_total")
 
 
+def changed(file):
+    return file.value if file.look() else None
+
+
 def test_a_file_says_what_the_settings_would(path, metrics):
     replace(path, [A, {"name": "b", "url": "https://b", "draining": True}])
 
-    assert EndpointFile(path, metrics=metrics).endpoints == (
+    assert endpoint_file(path, metrics).value == (
         Endpoint("a", "http://a:8001", "a:9001"),
         Endpoint("b", "https://b", draining=True),
     )
@@ -44,14 +48,14 @@ def test_a_file_says_what_the_settings_would(path, metrics):
 
 def test_only_a_change_is_told_and_only_once(path, metrics):
     replace(path, [A])
-    file = EndpointFile(path, metrics=metrics)
+    file = endpoint_file(path, metrics)
 
-    assert file.changed() is None
+    assert changed(file) is None
     replace(path, [{**A, "draining": True}])
-    assert file.changed() == (Endpoint("a", "http://a:8001", "a:9001", draining=True),)
-    assert file.changed() is None
+    assert changed(file) == (Endpoint("a", "http://a:8001", "a:9001", draining=True),)
+    assert changed(file) is None
     replace(path, [])
-    assert file.changed() == ()
+    assert changed(file) == ()
 
 
 BROKEN = [
@@ -71,26 +75,26 @@ BROKEN = [
 @pytest.mark.parametrize("content", BROKEN, ids=range(len(BROKEN)))
 def test_a_broken_file_is_refused_at_the_start_and_ignored_later(path, metrics, content):
     replace(path, [A])
-    file = EndpointFile(path, metrics=metrics)
+    file = endpoint_file(path, metrics)
     replace(path, content)
 
-    assert (file.changed(), file.changed()) == (None, None)
-    assert [endpoint.name for endpoint in file.endpoints] == ["a"]
+    assert (changed(file), changed(file)) == (None, None)
+    assert [endpoint.name for endpoint in file.value] == ["a"]
     assert num_failures(metrics) == 1
     with pytest.raises(ValueError, match="endpoints"):
-        EndpointFile(path, metrics=metrics)
+        endpoint_file(path, metrics)
 
 
 def test_a_file_that_is_away_for_a_while_changes_nothing(path, metrics):
     replace(path, [A])
-    file = EndpointFile(path, metrics=metrics)
+    file = endpoint_file(path, metrics)
     path.unlink()
 
-    assert (file.changed(), num_failures(metrics)) == (None, 1)
+    assert (changed(file), num_failures(metrics)) == (None, 1)
     replace(path, [])
-    assert file.changed() == ()
+    assert changed(file) == ()
 
 
 def test_without_a_file_there_is_no_start(path, metrics):
     with pytest.raises(FileNotFoundError):
-        EndpointFile(path, metrics=metrics)
+        endpoint_file(path, metrics)
