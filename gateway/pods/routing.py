@@ -202,11 +202,11 @@ def placed_max(num_placed: int, num_pods: int) -> float:
 
 def _least_loaded(states: Sequence[EndpointState], rng: Random) -> EndpointState:
     """Return the pod with the fewest requests; among equals, the one used longer ago of two taken at random."""
-    if len(states) > 2:
-        least = min(state.num_requests() for state in states)
-        states = [state for state in states if state.num_requests() == least]
-    pair = rng.sample(states, 2) if len(states) > 2 else states
-    return min(pair, key=lambda state: (state.num_requests(), state.routed_at))
+    loads = [state.num_requests() for state in states]
+    least = min(loads)
+    equals = [state for state, load in zip(states, loads, strict=True) if load == least]
+    pair = rng.sample(equals, 2) if len(equals) > 2 else equals
+    return min(pair, key=lambda state: state.routed_at)
 
 
 def _prefix_at(knowing: Sequence[EndpointState], heard: Mapping[str, int], chosen: Endpoint, query: RouteQuery) -> str:
