@@ -68,7 +68,7 @@ async def serve(
                     is_ready=lambda: any(state.ready for state in parts.endpoints.states()),
                     tls=parts.tls,
                 )
-            ports = Ports(listener.getsockname()[1], None if ext_proc is None else ext_proc.port)
+            ports = Ports(listener.getsockname()[1], None if ext_proc is None else ext_proc.ports[0])
             with suppress(TimeoutError):
                 # No pod is ready before its first probe. A gateway that listens earlier refuses requests that another
                 # replica would serve.

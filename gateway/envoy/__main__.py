@@ -1,4 +1,4 @@
-"""`python -m gateway.envoy bootstrap | attend`: writes what Envoy starts from; stands beside it and drains it."""
+"""`python -m gateway.envoy bootstrap | attend`: write Envoy's files; keep its keys current and drain it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Envoy's external processing messages: what a request's head says, and the answers we give. Pure.
+"""Messages of Envoy's external processing: reads a request's head and makes the answers. Pure.
 
-Decides nothing: `front.py` does. Values are written as `raw_value`, which every Envoy that sends raw values
-obeys; headers are removed before others are set.
+`front.py` decides on the answers. Header values are written as `raw_value`, which every Envoy that sends raw values
+accepts. Envoy removes headers before it sets others.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from gateway.flows import REQUEST_ID_HEADER
 from gateway.fronts import ErrorAnswer, FrontRequest, header_text
 
 LOAD_BALANCING_NAMESPACE = "envoy.lb"
-"""Dynamic metadata that Envoy's load balancers read."""
+"""Namespace of dynamic metadata that Envoy's load balancers read."""
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
-"""Gateway API Inference Extension, endpoint picker protocol 1.0.0: the pods to choose from, as `host:port`."""
+"""Allowed pods as `host:port`, in the endpoint picker protocol 1.0.0 of the Gateway API Inference Extension."""
 PIECE_BYTES = 60 << 10
-"""Largest piece of a body in full duplex mode: Envoy takes 64 KiB, other pickers stay below 62 000."""
+"""Largest piece of a body in full duplex mode. Envoy accepts 64 KiB, and other pickers stay below 62 000 bytes."""
 
 _PSEUDO_HEADERS = frozenset({":authority", ":protocol", ":scheme"})
 _WITHOUT_BODY = pb.ProcessingMode(
@@ -30,7 +30,7 @@ _WITHOUT_BODY = pb.ProcessingMode(
     request_trailer_mode=pb.HEADER_SEND_MODE_SKIP,
     response_trailer_mode=pb.HEADER_SEND_MODE_SKIP,
 )
-"""No body either: an override replaces the mode as a whole, and a body mode that is not named is `NONE`."""
+"""Mode without a body too: an override replaces all modes, and a body mode that is not named is `NONE`."""
 
 
 class RequestHead(FrontRequest):
@@ -42,8 +42,8 @@ class RequestHead(FrontRequest):
 
 
 def read_head(message: pb.HttpHeaders) -> RequestHead:
-    """Return what the first message of a stream says."""
-    # The hottest loop of the front: each field of a message costs a look-up, so each is read once.
+    """Return the request head in the first message of a stream."""
+    # The hottest loop of the front. Each access to a field of a message costs a look-up, so each is read once.
     pairs: list[tuple[str, str]] = []
     for header in message.headers.headers:
         raw = header.raw_value
@@ -53,6 +53,13 @@ def read_head(message: pb.HttpHeaders) -> RequestHead:
     for name in _PSEUDO_HEADERS & headers.keys():
         del headers[name]
     return RequestHead(method, path.partition("?")[0], headers, has_body=not message.end_of_stream)
+
+
+def mode_of(first: pb.ProcessingRequest) -> pb.ProtocolConfiguration:
+    """Return the modes in which the proxy sends bodies. A proxy without the field is older than it, and buffers."""
+    if first.HasField("protocol_config"):
+        return first.protocol_config
+    return pb.ProtocolConfiguration(request_body_mode=pb.BODY_SEND_MODE_BUFFERED)
 
 
 def allowed_subset(metadata: pb.Metadata) -> frozenset[str] | None:
@@ -69,7 +76,7 @@ def allowed_subset(metadata: pb.Metadata) -> frozenset[str] | None:
 
 
 def header_mutation(set_headers: Mapping[str, str], remove_headers: Iterable[str]) -> pb.HeaderMutation:
-    """Return a change of headers: removed first, then set, over what is there."""
+    """Return a change of headers. Envoy removes first, and then sets or overwrites."""
     return pb.HeaderMutation(
         set_headers=[
             pb.HeaderValueOption(
@@ -100,7 +107,7 @@ def head_answer(
 def body_answer(mutation: pb.HeaderMutation, *, pod: str, body: bytes | None = None) -> pb.ProcessingResponse:
     """Answer a whole body. `pod`: address of the chosen pod. `body`: the changed body; None: unchanged."""
     answer = pb.ProcessingResponse(dynamic_metadata=_destination(pod))
-    # In place: a message that is given to another one's constructor is written and read again, body and all.
+    # In place: a message given to another message's constructor is serialised and parsed again, with its body.
     common = answer.request_body.response
     common.header_mutation.CopyFrom(mutation)
     if body is not None:
@@ -109,7 +116,7 @@ def body_answer(mutation: pb.HeaderMutation, *, pod: str, body: bytes | None = N
 
 
 def body_pieces(body: bytes, *, ends: bool) -> Iterator[pb.ProcessingResponse]:
-    """Yield a body, or a piece of one, for full duplex mode. `ends`: nothing follows, which an empty piece may say."""
+    """Yield a body, or a piece of one, for full duplex mode. `ends`: nothing follows; an empty piece then says so."""
     for start in range(0, len(body) or int(ends), PIECE_BYTES):
         is_last = start + PIECE_BYTES >= len(body)
         answer = pb.ProcessingResponse()
@@ -119,12 +126,12 @@ def body_pieces(body: bytes, *, ends: bool) -> Iterator[pb.ProcessingResponse]:
 
 
 def request_trailers_answer() -> pb.ProcessingResponse:
-    """Answer a request's trailers: they go on as they came."""
+    """Answer a request's trailers: Envoy forwards them unchanged."""
     return pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
 
 
 def unchanged(message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
-    """Yield the answers by which a message of a request under way, or of its answer, goes on as it came."""
+    """Yield the answers that forward a message unchanged. The message is of a routed request, or of its answer."""
     match message.WhichOneof("request"):
         case "request_body":
             yield from body_pieces(message.request_body.body, ends=message.request_body.end_of_stream)
@@ -133,13 +140,11 @@ def unchanged(message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
         case "response_headers":
             yield pb.ProcessingResponse(response_headers=pb.HeadersResponse())
         case "response_body":
-            # As large as Envoy sent it: below its own limit.
-            piece = pb.StreamedBodyResponse(
-                body=message.response_body.body, end_of_stream=message.response_body.end_of_stream
-            )
-            mutation = pb.BodyMutation(streamed_response=piece)
-            common = pb.CommonResponse(body_mutation=mutation)
-            yield pb.ProcessingResponse(response_body=pb.BodyResponse(response=common))
+            # One piece: Envoy sent it within its own limit.
+            answer = pb.ProcessingResponse()
+            piece = answer.response_body.response.body_mutation.streamed_response
+            piece.body, piece.end_of_stream = message.response_body.body, message.response_body.end_of_stream
+            yield answer
         case "response_trailers":
             yield pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
 

@@ -1,7 +1,7 @@
-"""Renders `envoy.yaml.j2` to the files that Envoy is started from.
+"""Renders `envoy.yaml.j2` to the files that Envoy starts from.
 
-The template holds Envoy's configuration. This module gives it the parts that follow from other modules: calls and
-their paths, headers, errors. Envoy reads JSON as it reads YAML, so the files are JSON.
+The template is Envoy's configuration. This module adds the values that follow from other modules: calls and their
+paths, headers, errors. Envoy reads JSON as it reads YAML, so the files are JSON.
 """
 
 from __future__ import annotations
@@ -26,16 +26,7 @@ from gateway import fronts
 from gateway.envoy.keys import watched_keys
 from gateway.envoy.settings import EnvoySettings, split_address
 from gateway.flows import ROUTING_HEADERS
-from gateway.paths import (
-    CONSOLE_PATH,
-    CONTEXT_CHANGES,
-    CONTEXT_PATH,
-    ENGINE_CALLS,
-    MODEL_PATH,
-    READ_METHODS,
-    READ_PATHS,
-    ROOT_PATH,
-)
+from gateway.paths import CONSOLE_PATH, CONTEXT_CHANGES, CONTEXT_PATH, ENGINE_CALLS, READ_PATHS
 from gateway.tenants.keys import KEY_HEADERS
 
 BOOTSTRAP = "envoy.json"
@@ -89,9 +80,6 @@ def rendered(settings: EnvoySettings) -> dict[str, Any]:
 def _context(settings: EnvoySettings) -> dict[str, Any]:
     """Return the variables of the template."""
     with_body, without_body = _calls(settings.engine_paths)
-    public = [("control", {"path": path}) for path in _with_slashes(FRONT_PATHS)]
-    public += [("console", _exact(method, ROOT_PATH)) for method in READ_METHODS]
-    public.append(("console", _regex(f"{CONSOLE_PATH}/{SEGMENT}")))
     return {
         "settings": settings,
         "collector": urlsplit(settings.traces_endpoint),
@@ -107,13 +95,10 @@ def _context(settings: EnvoySettings) -> dict[str, Any]:
         "segment": SEGMENT,
         "calls_with_body": with_body,
         "calls_without_body": without_body,
-        "control_matches": [
-            *({"path": path} for path in _with_slashes((CONTEXT_PATH, *sorted(READ_PATHS)))),
-            _regex(f"{CONTEXT_PATH}/{SEGMENT}(?:/(?:{'|'.join(CONTEXT_CHANGES)}))?/?"),
-            # OpenAI's client escapes the slash in a model's name.
-            _regex(f"{MODEL_PATH}/{SEGMENT}(?:(?:/|%2[Ff]){SEGMENT})*/?"),
-        ],
-        "public_matches": public,
+        "control_paths": _with_slashes((CONTEXT_PATH, *sorted(READ_PATHS))),
+        "public_paths": _with_slashes(FRONT_PATHS),
+        "context_changes": CONTEXT_CHANGES,
+        "errors": ERRORS_BY_CODE,
     }
 
 
@@ -134,16 +119,8 @@ def _calls(engine_paths: Iterable[str]) -> tuple[list[_Call], list[_Call]]:
 
 
 def _with_slashes(paths: Iterable[str]) -> list[str]:
-    """Return each path of ours, and with a slash at its end."""
+    """Return each path without and with a slash at its end."""
     return [f"{path}{end}" for path in paths for end in ("", "/")]
-
-
-def _exact(method: str, path: str) -> dict[str, Any]:
-    return {"path": path, "headers": [{"name": ":method", "string_match": {"exact": method}}]}
-
-
-def _regex(pattern: str) -> dict[str, Any]:
-    return {"safe_regex": {"regex": pattern}}
 
 
 def _inserted(value: object) -> str:
@@ -155,7 +132,7 @@ def _inserted(value: object) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in the notation of Envoy, to the millisecond."""
+    """Return a duration in Envoy's notation, to the millisecond."""
     return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
 
 
@@ -176,10 +153,6 @@ def _are_ips(addresses: Iterable[str]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _error(code: str, message: str, retry_after_s: int | None = None) -> ContextCacheError:
-    return ERRORS_BY_CODE[code](message, retry_after_s=retry_after_s)
 
 
 def _body_format(error: ContextCacheError) -> str:
@@ -210,5 +183,5 @@ _ENVIRONMENT.filters |= {
     "members": _members,
     "socket_address": _socket_address,
 }
-_ENVIRONMENT.globals |= {"are_ips": _are_ips, "details": _details, "error": _error}
+_ENVIRONMENT.globals |= {"are_ips": _are_ips, "details": _details}
 _TEMPLATE = _ENVIRONMENT.get_template("envoy.yaml.j2")

@@ -1,4 +1,4 @@
-"""What an Envoy in front of the pods is told: `ENVOY_…` variables of whoever writes its bootstrap and drains it."""
+"""Settings of an Envoy in front of the pods: `ENVOY_…` variables of the process that writes its files and drains it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _address(text: str) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host, without the brackets of an IPv6 address, and port of `host:port`. Raises ValueError."""
+    """Return the host of `host:port`, without the brackets of an IPv6 address, and the port. Raises ValueError."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -34,7 +34,7 @@ def _joined(host: str, port: int) -> str:
 
 
 Address = Annotated[str, AfterValidator(_address)]
-"""`host:port`; the host is a name, an IPv4 address, or an IPv6 address in brackets."""
+"""`host:port`. The host is a name, an IPv4 address, or an IPv6 address in brackets."""
 
 
 def _absolute(path: str) -> str:
@@ -44,18 +44,18 @@ def _absolute(path: str) -> str:
 
 
 EnvoyPath = Annotated[str, AfterValidator(_absolute)]
-"""An absolute path in the file system that Envoy sees, or nothing; not looked at here."""
+"""Absolute path in Envoy's file system, or empty."""
 
 
 class GatewayAddress(BaseModel):
-    """One gateway process, or a name that stands for several."""
+    """One gateway process, or a DNS name of several."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: object) -> object:
-        """Take `http,ext_proc` too."""
+        """Accept the text `http,ext_proc` too."""
         if not isinstance(value, str):
             return value
         http, _, ext_proc = value.partition(",")
@@ -66,7 +66,7 @@ class GatewayAddress(BaseModel):
 
 
 class EnvoySettings(ProcessSettings):
-    """Everything an Envoy in front of the pods can be told."""
+    """Settings of one Envoy."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore", env_prefix="ENVOY_")
 
@@ -166,7 +166,7 @@ class EnvoySettings(ProcessSettings):
         description="JSON file of key hashes and tenants, the same as GATEWAY_API_KEYS_FILE. Envoy checks API keys "
         "with it and follows its changes. Empty: Envoy checks no keys.",
     )
-    metrics_listen: str = Field(
+    metrics_listen: Annotated[str, AfterValidator(lambda text: text and _address(text))] = Field(
         "",
         description="host:port where Envoy answers /stats/prometheus, /ready and /healthz without TLS. Empty: none.",
     )
@@ -203,27 +203,19 @@ class EnvoySettings(ProcessSettings):
 
     @property
     def api_keys_filter_file(self) -> str:
-        """What Envoy checks keys with, in a folder of its own: Envoy looks again when a file is moved there."""
+        """File of the key check, in its own folder: Envoy reads it again when a file is moved into that folder."""
         return posixpath.join(self.config_dir, "keys", "filter.json")
 
     @model_validator(mode="after")
-    def _admin_is_local(self) -> Self:
+    def _settings_fit_together(self) -> Self:
         if not is_loopback(self.admin_host):
             raise ValueError(
                 f"the admin interface can stop Envoy: admin_host must be a loopback address, not {self.admin_host}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _probes_find_the_admin_interface(self) -> Self:
         if self.metrics_listen and not self.admin_port:
             raise ValueError("metrics_listen shows pages of the admin interface: admin_port must not be 0")
+        self._check_certificates()
         return self
-
-    @field_validator("metrics_listen")
-    @classmethod
-    def _address_or_nothing(cls, text: str) -> str:
-        return _address(text) if text else text
 
     @field_validator("traces_endpoint")
     @classmethod
@@ -234,8 +226,7 @@ class EnvoySettings(ProcessSettings):
             raise ValueError(f"{text!r} must be http://host:port or https://host:port")
         return text
 
-    @model_validator(mode="after")
-    def _certificates_are_whole(self) -> Self:
+    def _check_certificates(self) -> None:
         if len({not path for path in (self.tls_cert_file, self.tls_key_file, self.tls_ca_file)}) > 1:
             raise ValueError("tls_cert_file, tls_key_file and tls_ca_file belong together: set all three or none")
         if bool(self.listen_cert_file) != bool(self.listen_key_file):
@@ -248,4 +239,3 @@ class EnvoySettings(ProcessSettings):
                 raise ValueError(
                     f"{cert_file} and {key_file} must be in the same folder: Envoy watches one folder for new files"
                 )
-        return self

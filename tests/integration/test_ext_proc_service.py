@@ -63,7 +63,7 @@ async def processor(*, is_ready=lambda: True, budget_bytes=1 << 20):
     front = front_of(parts)
     server = ExtProcServer(front, listen="127.0.0.1:0", max_body_bytes=1 << 20, is_ready=is_ready)
     await server.start()
-    client = ExtProcClient(server.port)
+    client = ExtProcClient(server.ports[0])
     try:
         yield server, client, parts
     finally:
@@ -172,7 +172,9 @@ async def test_a_proxy_that_ends_its_side_without_the_body_is_no_fault(caplog):
 async def test_two_processors_never_share_a_port():
     async with processor() as (server, _, parts):
         with pytest.raises(OSError, match="cannot listen on"):
-            ExtProcServer(front_of(parts), listen=f"127.0.0.1:{server.port}", max_body_bytes=1, is_ready=lambda: True)
+            ExtProcServer(
+                front_of(parts), listen=f"127.0.0.1:{server.ports[0]}", max_body_bytes=1, is_ready=lambda: True
+            )
 
 
 async def test_health_has_a_name_for_each_question():

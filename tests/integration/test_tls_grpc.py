@@ -76,7 +76,7 @@ async def running_processor(tls):
     front = EnvoyFront(parts.gateway)
     server = ExtProcServer(front, listen="127.0.0.1:0", max_body_bytes=1 << 20, is_ready=lambda: True, tls=tls)
     await server.start()
-    yield server.port
+    yield server.ports[0]
     await server.stop(0)
 
 
