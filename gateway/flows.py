@@ -136,49 +136,35 @@ class Gateway:
         request_id: str,
         subset: frozenset[str] | None = None,
     ) -> Iterator[Admission]:
-        """Yield an admission, and count the request as in flight for the length of the `with` block.
+        """Find the sender of a request, and count the request as in flight during the `with` block.
 
         Raises Unauthorized, TenantRateExceeded, TooManyInFlight, NoReadyEndpoint.
         """
-        admission = self.admit(kind, headers, path=path, request_id=request_id, subset=subset)
-        tenants = self.parts.tenants
-        elsewhere = self.parts.endpoints.num_reported(admission.query.tenant) if tenants.limits[0] else 0
-        with tenants.request(admission.tenant, elsewhere=elsewhere):
-            yield admission
-
-    def admit(
-        self,
-        kind: Kind,
-        headers: Mapping[str, str],
-        *,
-        path: str,
-        request_id: str,
-        subset: frozenset[str] | None = None,
-    ) -> Admission:
-        """Find the sender of a request by its head. Raises Unauthorized, TenantRateExceeded."""
-        caller = self.parts.keys.caller_of(headers)
-        self.parts.tenants.ask(caller.tenant)
+        parts = self.parts
+        caller = parts.keys.caller_of(headers)
+        parts.tenants.ask(caller.tenant)
+        tag = tenant_tag(caller.tenant, parts.secret)
         may_keep = path in TURN_PATHS and headers.get(KEEP_HEADER, "").strip().lower() != "off"
-        identity = Identity(
-            tenant=caller.tenant,
-            request_id=request_id,
-            expires_at_ms=0,
-            context_mode=caller.context_mode,
-            usage=caller.usage,
-            key=caller.key,
-        )
-        return Admission(
+        admission = Admission(
             tenant=caller.tenant,
             caller=caller,
             kind=kind,
             path=path,
             headers=headers,
             plain=allowed(caller.plain, self._plain_max) if may_keep else Plain.OFF,
-            query=RouteQuery(
-                subset=subset, light=path in TOKENIZER_PATHS, tenant=tenant_tag(caller.tenant, self.parts.secret)
+            query=RouteQuery(subset=subset, light=path in TOKENIZER_PATHS, tenant=tag),
+            identity=Identity(
+                caller.tenant,
+                request_id,
+                expires_at_ms=0,
+                context_mode=caller.context_mode,
+                usage=caller.usage,
+                key=caller.key,
             ),
-            identity=identity,
         )
+        elsewhere = parts.endpoints.num_reported(tag) if parts.tenants.limits[0] else 0
+        with parts.tenants.request(caller.tenant, elsewhere=elsewhere):
+            yield admission
 
     async def route_by_head(self, admission: Admission, *, has_body: bool) -> Forward | None:
         """Route a request by its head, if that names a turn or there is no body to read.

@@ -31,7 +31,8 @@ FULL = Health(healthy=True, models=MODELS, load=EngineLoad(8, 256, 0.5))
 def admit(parts, kind=Kind.COMPLETION, *, subset=None, **headers):
     head = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     head |= {name.replace("_", "-"): value for name, value in headers.items()}
-    return parts.gateway.admit(kind, head, path="/v1/completions", request_id="req_1", subset=subset)
+    with parts.gateway.admitted(kind, head, path="/v1/completions", request_id="req_1", subset=subset) as admission:
+        return admission
 
 
 async def route(parts, body, kind=Kind.COMPLETION, **head):

@@ -32,11 +32,11 @@ def says(parts, plain, tenant="keeper"):
 
 async def route(parts, body, *, path=CHAT, **headers):
     head = {"content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
-    admission = parts.gateway.admit(parts.gateway.kind_of("POST", path), head, path=path, request_id="req_1")
+    kind = parts.gateway.kind_of("POST", path)
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    by_head = await parts.gateway.route_by_head(admission, has_body=True)
-    assert by_head is None
-    return await parts.gateway.route(admission, raw)
+    with parts.gateway.admitted(kind, head, path=path, request_id="req_1") as admission:
+        assert await parts.gateway.route_by_head(admission, has_body=True) is None
+        return await parts.gateway.route(admission, raw)
 
 
 def group(parts, forward):

@@ -28,8 +28,9 @@ CHAT = "/v1/chat/completions"
 async def route(parts, body, *, path="/v1/completions", method="POST", key=KEY, headers=None):
     head = {"authorization": f"Bearer {key}", "content-type": "application/json", **(headers or {})}
     kind = parts.gateway.kind_of(method, path)
-    admission = parts.gateway.admit(kind, head, path=path, request_id="req_1")
-    return await parts.gateway.route(admission, body if isinstance(body, bytes) else json.dumps(body).encode())
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with parts.gateway.admitted(kind, head, path=path, request_id="req_1") as admission:
+        return await parts.gateway.route(admission, raw)
 
 
 def identity_of(parts, forward):
@@ -167,8 +168,8 @@ async def test_a_turn_that_may_have_been_answered_before_reaches_a_pod_although_
         with pytest.raises((ContextNotFound, ContextExpired)):
             await route(parts, {"model": "stub-model", "prompt": "x", "session_id": name})
         by_head = {"authorization": f"Bearer {KEY}", "x-session-id": name, **again}
-        admission = parts.gateway.admit(Kind.COMPLETION, by_head, path="/v1/completions", request_id="req_1")
-        assert await parts.gateway.route_by_head(admission, has_body=True) is None
+        with parts.gateway.admitted(Kind.COMPLETION, by_head, path="/v1/completions", request_id="req_1") as admission:
+            assert await parts.gateway.route_by_head(admission, has_body=True) is None
 
 
 @pytest.mark.parametrize("said", [None, "always", True, "if\u005fmissing "])
