@@ -1,12 +1,13 @@
-"""A client of the public HTTP API (docs/reference/python.md), sync and async. Needs httpx and no other part of ours.
+"""Python client of the public HTTP API (docs/reference/python.md), synchronous and asynchronous. It needs only httpx.
 
-What a call sends and how its answer is read is in `calls`, once for both; `retries` says what is sent again. `_async`
-has the objects that one holds and what carries their calls; `_sync` is made from it.
+`calls` has the request and the parser of each call, `retries` the rule for retries. `_async` has the objects and their
+transport. A build generates `_sync` and `errors`.
 """
 
 from contextcache.client._async.contexts import AsyncContext, AsyncContextCache, AsyncReplyStream
 from contextcache.client._sync.contexts import Context, ContextCache, ReplyStream
-from contextcache.client.errors import (
+from contextcache.client.events import Event, Finished, TextDelta, ToolCallDelta
+from contextcache.client.failures import (
     ApiError,
     BrokenStream,
     ClientError,
@@ -14,7 +15,6 @@ from contextcache.client.errors import (
     NotCreated,
     NotUnderstood,
 )
-from contextcache.client.events import Event, Finished, TextDelta, ToolCallDelta
 from contextcache.client.types import ContextInfo, ContextUsage, Divergence, KeptInfo, Reply, TurnInfo, Usage
 
 __all__ = [

@@ -11,7 +11,7 @@ from contextcache.client.failures import BrokenStream, api_error
 from contextcache.client.types import Reply, reply
 
 _EVENT_BYTES_MAX = 8 << 20
-"""Of one event: no engine sends as much, and what is no stream must not fill the memory."""
+"""Size limit of one event: no engine sends as much, and another kind of body must not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of a tool call, as OpenAI has it: `index` says of which, `function.arguments` is a piece of JSON."""
+    """A piece of a tool call, as OpenAI has it. `index` is the call's number, `function.arguments` a piece of JSON."""
 
     index: int
     raw: Mapping[str, Any]
@@ -31,7 +31,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end, after the commit: the whole answer."""
+    """The whole answer, after the commit."""
 
     reply: Reply
 
@@ -41,10 +41,10 @@ Event: TypeAlias = TextDelta | ToolCallDelta | Finished
 
 @dataclass(slots=True)
 class StreamReader:
-    """Reads the event stream of one answer, however it is cut into pieces."""
+    """Parser of one answer's event stream, for pieces of any size."""
 
     headers: Mapping[str, str]
-    """Of the answer, names in lower case."""
+    """Headers of the answer, names in lower case."""
     is_finished: bool = False
     _rest: bytearray = field(default_factory=bytearray)
     _pieces: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class StreamReader:
     _tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Yield what a piece of the stream completes. Raises ApiError for an error event, BrokenStream."""
+        """Yield the events that a piece completes. Raises ApiError for an error event, BrokenStream."""
         self._rest += data
         if b"\n" in data:
             *lines, self._rest = self._rest.split(b"\n")
@@ -66,11 +66,11 @@ class StreamReader:
 
     @property
     def text(self) -> str:
-        """All that came so far."""
+        """The text that has arrived."""
         return "".join(self._pieces)
 
     def end(self) -> None:
-        """Raise BrokenStream unless the answer came to its end."""
+        """Raise BrokenStream unless the answer is complete."""
         if not self.is_finished:
             raise BrokenStream("the stream ended before the answer was complete", text=self.text)
 

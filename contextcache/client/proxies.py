@@ -1,7 +1,7 @@
 """The proxy of one server, as `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY` name it, in either case.
 
-httpx reads these variables too, but stops at entries that it does not know, also where no proxy is needed. A client of
-ours has one server. So the proxy is chosen here, once, and httpx is told. Loopback never uses a proxy.
+httpx reads these variables too, but fails at entries that it does not know, even without need of a proxy. A client of ours
+has one server. So this module chooses the proxy once and passes it to httpx. Loopback never uses a proxy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Proxy:
 
 
 def proxy_of(url: str) -> Proxy | None:
-    """Return the proxy for a server; None: it is asked directly. Raises ValueError in words for the user."""
+    """Return the proxy for a server; None: connect directly. Raises ValueError in words for the user."""
     server = urlsplit(url)
     host = (server.hostname or "").rstrip(".")
     found = getproxies()
@@ -55,7 +55,7 @@ def connection_options(proxy: Proxy | None) -> dict[str, Any]:
 
 
 def through(proxy: Proxy | None, url: str) -> str:
-    """Return the end of an error's message: through which proxy a server was asked, and how to change that."""
+    """Return the end of an error's message: the proxy that was used, and the way to bypass it."""
     if proxy is None:
         return ""
     return f" (through proxy {proxy.shown} from {proxy.variable}; to bypass it, set NO_PROXY={urlsplit(url).hostname})"
@@ -78,7 +78,7 @@ def _checked(value: str, variable: str, host: str) -> str:
 
 
 def _shown(value: str) -> str:
-    """Return a proxy's URL without user and password: the part before the last `@` is left out."""
+    """Return the URL of a proxy without the part before the last `@`: user and password."""
     scheme, separator, rest = value.rpartition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2].partition('/')[0]}" if "@" not in scheme else "(not readable)"
 
@@ -108,7 +108,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _is_excluded(host: str, port: int, no_proxy: str) -> bool:
-    """Return whether NO_PROXY has the server: names, their subdomains, addresses, networks, each with a port or none.
+    """Return whether NO_PROXY lists the server: names, their subdomains, addresses, networks, each with a port or none.
 
     An entry that is none of these excludes nothing, as with curl.
     """

@@ -1,11 +1,12 @@
-"""What answers hold, typed. Each keeps the JSON it was read from in `raw`: a newer server's fields are there."""
+"""Typed answers. `raw` holds the JSON of each, with fields that a newer server adds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NotRequired, TypedDict
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, TypedDict, TypeVar
 
+T = TypeVar("T")
 TtlPolicy = Literal["fixed", "sliding"]
 Message = Mapping[str, Any]
 """A chat message, as OpenAI has it."""
@@ -14,10 +15,10 @@ Prompt = str | Sequence[int]
 
 
 class TurnFields(TypedDict, total=False):
-    """What any turn may say beside its text; whatever else the engine takes goes into `extra`."""
+    """Options of a turn. Fields of the engine go into `extra`."""
 
     max_tokens: int
-    """0 on a create: compute and keep the prompt, answer nothing."""
+    """0 on a create: compute and keep the prompt, generate nothing."""
     temperature: float
     top_p: float
     stop: str | Sequence[str]
@@ -29,29 +30,26 @@ class TurnFields(TypedDict, total=False):
     if_match: int
     """Run only on this generation."""
     idempotency_key: str
-    """Your own name for the request; without one it gets one, so that it can be sent again."""
+    """Your own name of the request. Default: a random one, so that a retry runs once."""
     extra: Mapping[str, Any]
-    """Fields of the body."""
+    """More fields of the body."""
 
 
-class CreateFields(TurnFields, total=False):
-    """What a create may say beside."""
+class Changes(TypedDict, total=False):
+    """Options of an update or a fork."""
 
     ttl: int
     """Seconds."""
     ttl_policy: TtlPolicy
-    mode: Literal["session", "prefix"]
-    session_id: str
-    """Your own name for it."""
     metadata: Mapping[str, str]
 
 
-class Changes(TypedDict):
-    """What an update, or a fork, may change."""
+class CreateFields(TurnFields, Changes, total=False):
+    """Options of a create, beside those of a turn."""
 
-    ttl: NotRequired[int]
-    ttl_policy: NotRequired[TtlPolicy]
-    metadata: NotRequired[Mapping[str, str]]
+    mode: Literal["session", "prefix"]
+    session_id: str
+    """Your own name of the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class ContextUsage:
     committed: bool
     """Whether the turn is part of the context now."""
     restore_ms: float | None = None
-    """Milliseconds that bringing the KV back took; None if none was brought."""
+    """Milliseconds to bring the KV back; None if none was brought."""
     saved_ms: int | None = None
     """Estimated milliseconds to compute the cached tokens, less `restore_ms`; None without an estimate."""
     match: str | None = None
@@ -120,11 +118,11 @@ class Reply:
     expires_at: float | None
     """Unix seconds."""
     generation: int | None
-    """Of the context after this turn, as the receipt says; None where it does not, or the commit was refused."""
+    """Generation of the context after this turn. None without a receipt, or if the commit was refused."""
     headers: Mapping[str, str] = field(repr=False)
-    """The answer's, names in lower case: receipts, `x-request-id`."""
+    """Headers of the answer, names in lower case: receipts, `x-request-id`."""
     raw: Mapping[str, Any] = field(repr=False)
-    """The JSON object; of a streamed answer its last chunk."""
+    """The JSON object; for a streamed answer its last chunk."""
 
     @property
     def replayed(self) -> bool:
@@ -134,7 +132,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class TurnInfo:
-    """What a committed turn took and reused, as its receipt said; times in milliseconds."""
+    """Receipt of a committed turn. Times are in milliseconds."""
 
     generation: int
     at: float
@@ -149,13 +147,13 @@ class TurnInfo:
     reason: str | None
     restore_ms: float | None
     first_token_ms: float | None
-    """Of a stream."""
+    """Time to the first token of a stream; None if the turn did not stream."""
     took_ms: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ContextInfo:
-    """A context as a read or a list shows it; a list leaves `bytes` and `tiers` out."""
+    """A context, as a read or a list shows it. A list omits `size_bytes`, `tiers` and `recent_turns`."""
 
     session_id: str
     model: str
@@ -168,20 +166,20 @@ class ContextInfo:
     turns: int
     tokens: int
     generation: int
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str] = field(default_factory=dict)
     size_bytes: int | None
-    tiers: Sequence[str]
-    holder: Mapping[str, Any] | None
-    forked_from: Mapping[str, Any] | None
-    """`session_id` and `generation` of what it was forked from."""
+    tiers: Sequence[str] = ()
+    holder: Mapping[str, Any] | None = None
+    forked_from: Mapping[str, Any] | None = None
+    """`session_id` and `generation` of the context that it was forked from."""
     recent_turns: Sequence[TurnInfo]
-    """The last ones, the oldest first; of a read alone."""
+    """The last turns, the oldest first."""
     raw: Mapping[str, Any] = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeptInfo:
-    """KV kept of requests without a context."""
+    """KV that is kept of requests without a context."""
 
     id: str
     tokens: int
@@ -189,88 +187,42 @@ class KeptInfo:
     last_used: float
     expires_at: float
     pods: Sequence[str]
-    last_miss: Mapping[str, Any] | None
+    last_miss: Mapping[str, Any] | None = None
     raw: Mapping[str, Any] = field(repr=False)
 
 
 def context_info(raw: Mapping[str, Any]) -> ContextInfo:
-    """Read a context's JSON."""
-    return ContextInfo(
-        session_id=raw["session_id"],
-        model=raw["model"],
-        mode=raw["mode"],
-        state=raw["state"],
-        created=raw["created"],
-        expires_at=raw["expires_at"],
-        ttl=raw["ttl"],
-        ttl_policy=raw["ttl_policy"],
-        turns=raw["turns"],
-        tokens=raw["tokens"],
-        generation=raw["generation"],
-        metadata=raw.get("metadata") or {},
-        size_bytes=raw.get("bytes"),
-        tiers=raw.get("tiers") or (),
-        holder=raw.get("holder"),
-        forked_from=raw.get("forked_from"),
-        recent_turns=tuple(map(_turn_info, raw.get("recent_turns") or ())),
-        raw=raw,
-    )
-
-
-def _turn_info(raw: Mapping[str, Any]) -> TurnInfo:
-    return TurnInfo(**{one.name: raw[one.name] for one in fields(TurnInfo)})
+    """Parse the JSON of a context."""
+    turns = tuple(_read(TurnInfo, turn) for turn in raw.get("recent_turns") or ())
+    return _read(ContextInfo, raw, size_bytes=raw.get("bytes"), recent_turns=turns, raw=raw)
 
 
 def kept_info(raw: Mapping[str, Any]) -> KeptInfo:
-    """Read the JSON of something kept."""
-    return KeptInfo(
-        id=raw["id"],
-        tokens=raw["tokens"],
-        size_bytes=raw["bytes"],
-        last_used=raw["last_used"],
-        expires_at=raw["expires_at"],
-        pods=raw["pods"],
-        last_miss=raw.get("last_miss"),
-        raw=raw,
-    )
+    """Parse the JSON of kept KV."""
+    return _read(KeptInfo, raw, size_bytes=raw["bytes"], raw=raw)
 
 
 def usage(raw: Mapping[str, Any] | None) -> Usage:
-    """Read an answer's usage."""
+    """Parse the usage of an answer."""
     raw = {} if raw is None else raw
     prompt_tokens = raw["prompt_tokens"] if raw else 0
     said = raw.get("context")
-    context = ContextUsage(prompt_tokens, 0, 0, 0, "none", committed=False) if said is None else _context_usage(said)
+    if said is None:
+        context = ContextUsage(prompt_tokens, 0, 0, 0, "none", committed=False)
+    else:
+        left = said.get("diverged")
+        context = _read(ContextUsage, said, diverged=None if left is None else _read(Divergence, left), raw=said)
     return Usage(prompt_tokens, raw.get("completion_tokens") or 0, raw["total_tokens"] if raw else 0, context, raw)
 
 
-def _context_usage(said: Mapping[str, Any]) -> ContextUsage:
-    left = said.get("diverged")
-    return ContextUsage(
-        computed_tokens=said["computed_tokens"],
-        cached_tokens=said["cached_tokens"],
-        saved_tokens=said["saved_tokens"],
-        context_tokens=said["context_tokens"],
-        source=said["source"],
-        committed=said["committed"],
-        restore_ms=said.get("restore_ms"),
-        saved_ms=said.get("saved_ms"),
-        match=said.get("match"),
-        diverged=None if left is None else Divergence(left["message"], left["token"], left["why"]),
-        reason=said.get("reason"),
-        truncated_tokens=said.get("truncated_tokens") or 0,
-        raw=said,
-    )
-
-
 def reply(raw: Mapping[str, Any], headers: Mapping[str, str]) -> Reply:
-    """Read a whole answer: a completion's or a chat's."""
+    """Parse a whole answer, of a completion or of a chat."""
     choice = (raw.get("choices") or [{}])[0]
     message = choice.get("message") or {}
     generation = headers.get("x-context-generation", "")
     took = usage(raw.get("usage"))
     if took.context.raw and not took.context.committed and took.context.reason != "read_only":
-        generation = ""  # a stream's head said what was planned
+        generation = ""  # the head of a stream holds the planned generation
     return Reply(
         text=choice.get("text") if "text" in choice else message.get("content") or "",
         finish_reason=choice.get("finish_reason"),
@@ -282,3 +234,13 @@ def reply(raw: Mapping[str, Any], headers: Mapping[str, str]) -> Reply:
         headers=headers,
         raw=raw,
     )
+
+
+def _read(cls: type[T], said: Mapping[str, Any], **given: Any) -> T:
+    """Return a dataclass filled by name. A missing or null value gets the field's default. Raises KeyError."""
+    found = dict(given)
+    for one in fields(cls):  # type: ignore[arg-type]  # each `cls` is a dataclass
+        has_default = one.default is not MISSING or one.default_factory is not MISSING
+        if one.name not in found and not (has_default and said.get(one.name) is None):
+            found[one.name] = said[one.name]
+    return cls(**found)

@@ -1,6 +1,6 @@
-"""What one holds: a client, its contexts, one context, an answer that streams.
+"""Objects of the client: the client, its contexts, one context, one streamed answer.
 
-`contextcache/client/_sync` is made from `_async` by `python -m deploy.sync_client`: edit that one.
+deploy/client_sources.py generates `_sync` from this package.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import httpx
 from typing_extensions import override
@@ -19,7 +18,7 @@ from contextcache.client._async.transport import AsyncTransport
 from contextcache.client.calls import Call, Page
 from contextcache.client.events import Event, Finished, StreamReader
 from contextcache.client.failures import NotUnderstood
-from contextcache.client.openai_client import openai_options, require_openai
+from contextcache.client.openai_client import openai_options
 from contextcache.client.proxies import connection_options, proxy_of
 from contextcache.client.retries import Place, Retries, named
 from contextcache.client.types import (
@@ -41,8 +40,8 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 300.0
 
 
-class AsyncContextCache:
-    """A client of one deployment, with one API key. It may be shared."""
+class AsyncContextCache(AbstractAsyncContextManager["AsyncContextCache", None]):
+    """A client of one deployment, with one API key. Tasks and threads may share it."""
 
     def __init__(
         self,
@@ -53,46 +52,42 @@ class AsyncContextCache:
         retries: Retries | None = None,
         http: httpx.AsyncClient | None = None,
     ) -> None:
-        """Without `base_url` and `api_key`: `CONTEXT_CACHE_URL`, `CONTEXT_CACHE_API_KEY`; ValueError without either.
+        """Default of `base_url` and `api_key`: `CONTEXT_CACHE_URL` and `CONTEXT_CACHE_API_KEY`.
 
-        Raises ValueError for a proxy of the environment that cannot be used. A server on loopback is asked directly.
+        Raises ValueError without a URL or key, and for a proxy of the environment that cannot be used. A server on
+        loopback is reached without a proxy.
 
-        `timeout_s`: the longest silence of the server, a whole answer's time where it does not stream. `http`: a client
-        of yours, closed with this one.
+        `timeout_s`: the longest silence of the server, and the longest time of an answer that does not stream. `http`:
+        your own httpx client, which this client closes.
         """
         place = Place.of(base_url, api_key)
         self.transport = AsyncTransport(place, retries or Retries(), timeout_s, http)
         self.contexts = AsyncContexts(self)
 
     async def models(self) -> list[str]:
-        """Return the names of the models that are served."""
+        """Return the names of the served models."""
         return await self.transport.send(calls.models())
 
     async def usage(
         self, *, first_day: str | None = None, last_day: str | None = None, tenant: str | None = None
     ) -> dict[str, Any]:
-        """Return what was used from one day to another (`2026-11-25`, UTC), today without either.
+        """Return the usage of some days (`2026-11-25`, UTC). Default: today.
 
-        `tenant`: another's, for operators' keys. Raises NotFound on older servers.
+        `tenant`: another tenant, for operators' keys.
         """
         return await self.transport.send(calls.usage(first_day, last_day, tenant))
 
     async def deployment(self, *, after: str | None = None, limit: int | None = None) -> dict[str, Any]:
-        """Return pods, limits and a page of tenants; for operators' keys. Raises OperatorOnly."""
+        """Return pods, limits and a page of tenants, for operators' keys. Raises OperatorOnly."""
         return await self.transport.send(calls.deployment(after, limit))
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         await self.transport.close()
 
-    async def __aenter__(self) -> Self:
-        """Close it at the end of the block."""
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
+    @override
+    async def __aexit__(self, *_: object) -> None:
+        """Close all connections."""
         await self.close()
 
 
@@ -111,9 +106,9 @@ class AsyncContexts:
         delete_at_end: bool = False,
         **fields: Unpack[CreateFields],
     ) -> AsyncContext:
-        """Create a context and answer its first prompt: `.reply` has the answer.
+        """Create a context and answer its first prompt. `.reply` has the answer.
 
-        `delete_at_end`: used in a `with`, it is deleted at its end. Raises ApiError, ConnectionFailed, NotCreated.
+        `delete_at_end`: delete it at the end of its `with` block. Raises ApiError, ConnectionFailed, NotCreated.
         """
         reply = calls.created(await self._transport.send(calls.create(model, prompt, messages, fields)))
         return AsyncContext(self._client, reply.session_id, model, reply=reply, delete_at_end=delete_at_end)
@@ -126,30 +121,29 @@ class AsyncContexts:
         messages: Sequence[Message] | None = None,
         **fields: Unpack[CreateFields],
     ) -> AsyncReplyStream:
-        """Create a context and stream the answer; `.context` is there once the head of the answer is.
+        """Create a context and stream the answer. `.context` is set before the first event.
 
-        Its end raises NotCreated where no context was left.
+        The end of the stream raises NotCreated if the server stored no context.
         """
         return AsyncReplyStream(self._client, calls.create(model, prompt, messages, fields), model)
 
     async def get(self, session_id: str) -> AsyncContext:
-        """Return a context that is there. Raises ContextNotFound, ContextExpired."""
-        info = await self._transport.send(calls.get(session_id))
-        return AsyncContext(self._client, info.session_id, info.model, info=info)
+        """Return an existing context. Raises ContextNotFound, ContextExpired."""
+        return self._context(await self._transport.send(calls.get(session_id)))
 
     def list(self, *, model: str | None = None) -> AsyncIterator[ContextInfo]:
-        """Yield all, newest first, page by page as they are asked for; what is created meanwhile is not among them.
+        """Yield all contexts, newest first, and read each page on demand. Contexts created meanwhile are not listed.
 
-        Raises NotUnderstood where the pages go round in a circle.
+        Raises NotUnderstood if a page repeats.
         """
         return self._all(partial(calls.page, model=model))
 
     def list_kept(self) -> AsyncIterator[KeptInfo]:
-        """Yield what is kept of requests without a context, what was used last first. Raises as `list`."""
+        """Yield the kept KV of requests without a context, the last used first. Raises as `list`."""
         return self._all(calls.kept_page)
 
     async def update(self, session_id: str, **changes: Unpack[Changes]) -> ContextInfo:
-        """Change ttl (counted from now), its policy or the metadata, which takes the place of all there was."""
+        """Change the ttl (counted from now), its policy, or the metadata, which are replaced as a whole."""
         return await self._transport.send(calls.update(session_id, changes))
 
     async def delete(self, session_id: str) -> None:
@@ -165,14 +159,16 @@ class AsyncContexts:
         ttl: int | None = None,
         ttl_policy: TtlPolicy | None = None,
     ) -> AsyncContext:
-        """Return a new context that begins as another does, up to a generation or whole. `name`: its `session_id`."""
+        """Return a new context with the turns of another, up to a generation. `name`: its `session_id`."""
         fields = {"generation": generation, "session_id": name, "ttl": ttl, "ttl_policy": ttl_policy}
-        info = await self._transport.send(calls.fork(session_id, fields))
-        return AsyncContext(self._client, info.session_id, info.model, info=info)
+        return self._context(await self._transport.send(calls.fork(session_id, fields)))
 
     async def rewind(self, session_id: str, generation: int, *, if_match: int | None = None) -> ContextInfo:
-        """Take a context back to what it was at a generation. Raises GenerationGone."""
+        """Rewind a context to a generation. Raises GenerationGone."""
         return await self._transport.send(calls.rewind(session_id, generation, if_match))
+
+    def _context(self, info: ContextInfo) -> AsyncContext:
+        return AsyncContext(self._client, info.session_id, info.model, info=info)
 
     async def _all(self, page_after: Callable[[str | None], Call[Page[T]]]) -> AsyncIterator[T]:
         after: str | None = None
@@ -187,8 +183,8 @@ class AsyncContexts:
         raise NotUnderstood(f"the server's list repeats itself: cursor {after!r} came twice")
 
 
-class AsyncContext:
-    """One context. A turn sends its new text alone."""
+class AsyncContext(AbstractAsyncContextManager["AsyncContext", None]):
+    """One context. A turn sends only its new text."""
 
     def __init__(
         self,
@@ -200,22 +196,22 @@ class AsyncContext:
         info: ContextInfo | None = None,
         delete_at_end: bool = False,
     ) -> None:
-        self._client = client
+        self._client, self._transport = client, client.transport
         self.session_id, self.model = session_id, model
         self.last_reply = reply
-        """The last answer that came through this object; None before the first one."""
+        """The last answer that this object received; None before the first one."""
         self.info = info
-        """As it was last read."""
+        """The context at its last read; None before the first one."""
         self.delete_at_end = delete_at_end
 
     @override
     def __repr__(self) -> str:
-        """Return what tells it from others."""
+        """Return the id and the model."""
         return f"{type(self).__name__}({self.session_id!r}, model={self.model!r})"
 
     @property
     def reply(self) -> Reply:
-        """The last answer that came through this object. Raises ValueError before the first one."""
+        """The last answer that this object received. Raises ValueError before the first one."""
         if self.last_reply is None:
             raise ValueError(f"{self.session_id!r} has answered nothing here: ask or chat first")
         return self.last_reply
@@ -228,24 +224,26 @@ class AsyncContext:
         return None if self.info is None else self.info.generation
 
     async def ask(self, prompt: Prompt, **fields: Unpack[TurnFields]) -> Reply:
-        """Go on with text, or token ids."""
-        return self._took(await self._client.transport.send(calls.ask(self.model, self.session_id, prompt, fields)))
+        """Continue with text, or token ids."""
+        self.last_reply = await self._transport.send(calls.ask(self.model, self.session_id, prompt, fields))
+        return self.last_reply
 
     async def chat(self, said: str | Sequence[Message], **fields: Unpack[TurnFields]) -> Reply:
-        """Go on with what the user says, or with messages."""
-        return self._took(await self._client.transport.send(calls.chat(self.model, self.session_id, said, fields)))
+        """Continue with a user's message, or with messages."""
+        self.last_reply = await self._transport.send(calls.chat(self.model, self.session_id, said, fields))
+        return self.last_reply
 
     def ask_stream(self, prompt: Prompt, **fields: Unpack[TurnFields]) -> AsyncReplyStream:
-        """Do the same as `ask`, and stream the answer."""
+        """Continue as `ask` does, and stream the answer."""
         return AsyncReplyStream(self._client, calls.ask(self.model, self.session_id, prompt, fields), self.model, self)
 
     def chat_stream(self, said: str | Sequence[Message], **fields: Unpack[TurnFields]) -> AsyncReplyStream:
-        """Do the same as `chat`, and stream the answer."""
+        """Continue as `chat` does, and stream the answer."""
         return AsyncReplyStream(self._client, calls.chat(self.model, self.session_id, said, fields), self.model, self)
 
     async def refresh(self) -> ContextInfo:
-        """Read it: turns, tokens, bytes, where its KV is."""
-        self.info = await self._client.transport.send(calls.get(self.session_id))
+        """Read the context: turns, tokens, bytes, location of its KV."""
+        self.info = await self._transport.send(calls.get(self.session_id))
         return self.info
 
     async def update(self, **changes: Unpack[Changes]) -> ContextInfo:
@@ -256,49 +254,39 @@ class AsyncContext:
     async def fork(
         self, *, generation: int | None = None, name: str | None = None, ttl: int | None = None
     ) -> AsyncContext:
-        """Return a new context that begins as this one does."""
+        """Return a new context with the turns of this one."""
         return await self._client.contexts.fork(self.session_id, generation=generation, name=name, ttl=ttl)
 
     async def rewind(self, generation: int, *, if_match: int | None = None) -> ContextInfo:
-        """Take it back to a generation."""
+        """Rewind the context to a generation."""
         self.info = await self._client.contexts.rewind(self.session_id, generation, if_match=if_match)
         self.last_reply = None
         return self.info
 
     async def delete(self) -> None:
-        """Delete it, and its KV."""
+        """Delete the context and its KV."""
         await self._client.contexts.delete(self.session_id)
 
     def openai(self, **options: Any) -> openai.AsyncOpenAI:
-        """Return an `openai` client whose calls carry this context. Raises ImportError where `openai` is missing."""
-        require_openai()
+        """Return an `openai` client whose calls continue this context. Raises ImportError without the package."""
+        said = openai_options(self._transport.place, self.session_id, options)
         import openai
 
-        said = openai_options(self._client.transport.place, self.session_id, options)
         if "http_client" not in said:
             said["http_client"] = openai.DefaultAsyncHttpxClient(**connection_options(proxy_of(said["base_url"])))
         return openai.AsyncOpenAI(**said)
 
-    async def __aenter__(self) -> Self:
-        """Delete it at the end of the block, if it was created so."""
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Delete it, if it was created so."""
+    @override
+    async def __aexit__(self, *_: object) -> None:
+        """Delete the context if it was created with `delete_at_end`."""
         if self.delete_at_end:
             await self.delete()
 
-    def _took(self, reply: Reply) -> Reply:
-        self.last_reply = reply
-        return reply
 
+class AsyncReplyStream(AbstractAsyncContextManager["AsyncReplyStream", None]):
+    """A streamed answer: iterate once, or take `reply()`.
 
-class AsyncReplyStream:
-    """An answer that comes bit by bit: iterate once, or take `reply()`.
-
-    Leaving the `with` ends it, without one leaving the loop. A turn left before its end is not committed.
+    Leave the `with` block, or without one the loop, to close the stream. A turn that is left early is not committed.
     """
 
     def __init__(
@@ -306,8 +294,7 @@ class AsyncReplyStream:
     ) -> None:
         self._client, self._call, self._model = client, call, model
         self.context = context
-        """Of a create: there once the first event is."""
-        self._opened: AbstractAsyncContextManager[httpx.Response] | None = None
+        """The context; for a create None before the first event."""
         self._events = self._read()
         self._is_entered = False
         self._reply: Reply | None = None
@@ -325,18 +312,18 @@ class AsyncReplyStream:
         return self._reply
 
     async def close(self) -> None:
-        """End it where it is."""
+        """Close the stream."""
         await self._events.aclose()
 
-    async def __aenter__(self) -> Self:
-        """End it at the end of the block."""
+    @override
+    async def __aenter__(self) -> AsyncReplyStream:
+        """Close the stream at the end of the block, not at the end of the loop."""
         self._is_entered = True
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End it."""
+    @override
+    async def __aexit__(self, *_: object) -> None:
+        """Close the stream."""
         await self.close()
 
     async def _until_left(self) -> AsyncGenerator[Event, None]:
@@ -344,7 +331,7 @@ class AsyncReplyStream:
             async for event in self._events:
                 yield event
         finally:
-            # Else it stays open until the garbage is collected: its frame holds this object, and that the frame.
+            # The frame of `_events` and this object refer to each other: only a garbage collection would close them.
             await self.close()
 
     async def _read(self) -> AsyncGenerator[Event, None]:
@@ -364,5 +351,5 @@ class AsyncReplyStream:
                             self.context.last_reply = event.reply
                     yield event
                 if reader.is_finished:
-                    return  # whatever comes after the end is none of the answer
+                    return  # bytes after the end do not belong to the answer
             reader.end()

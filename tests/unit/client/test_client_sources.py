@@ -38,7 +38,7 @@ def test_a_clean_checkout_gets_all_generated_files(checkout):
     written = {str(path.relative_to(checkout / CLIENT)) for path in (checkout / CLIENT).rglob("*.py")}
     assert {"errors.py", "_sync/__init__.py", "_sync/contexts.py", "_sync/transport.py"} <= written
     sync = (checkout / CLIENT / "_sync" / "contexts.py").read_text()
-    assert "class ContextCache:" in sync
+    assert "class ContextCache(" in sync
     assert "await " not in sync
     assert not list((checkout / CLIENT).glob(".generated-*"))
 
