@@ -127,6 +127,13 @@ class SidecarMetrics:
             "evicted below 1 024, or below 5 % on a small filesystem.",
             registry=registry,
         )
+        self.engine_start = Gauge(
+            "contextcache_sidecar_engine_start",
+            "1 for the outcome of vLLM's last start in an injected pod. `added`: with our arguments. Others: without "
+            "them, for the reason. All 0: vLLM's process did not run our code, as with `python -S`.",
+            ("outcome",),
+            registry=registry,
+        )
         self.lost_spans = counter("lost_spans", "Trace spans that did not reach the collector.")
         self.tenant_bytes = TenantBytes(
             "contextcache_sidecar_tenant_bytes",

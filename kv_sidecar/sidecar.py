@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -14,6 +15,7 @@ from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from contextcache.names import CACHE_REF_PATTERN, prompt_ref
+from contextcache.process.reloaded import read_bounded
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.load_reports import LoadReports
@@ -47,6 +49,10 @@ log = logging.getLogger(__name__)
 
 _DISK_BYTES = 32 << 30
 """Taken for the disk's where it has no limit."""
+_ENGINE_START_FILE = "engine-start"
+"""File beside the Unix socket, written by pod_injector/payload_start when vLLM starts."""
+_ENGINE_STARTS = ("added", "kv-connector", "port", "server", "rust-frontend", "config-file")
+"""Contents of that file."""
 
 
 class Sidecar:
@@ -157,6 +163,10 @@ class Sidecar:
         self.metrics.watch({"host": self.memory.usage, "disk": self.disk.usage}, lambda: self.catalog.num_contexts)
         self.metrics.lent_bytes.set_function(lambda: self.memory.lent_bytes)
         self.metrics.free_inodes.set_function(self.disk.free_inodes)
+        if self.settings.unix_socket is not None:
+            report = self.settings.unix_socket.with_name(_ENGINE_START_FILE)
+            for outcome in _ENGINE_STARTS:
+                self.metrics.engine_start.labels(outcome).set_function(partial(_is_content, report, outcome))
 
     async def open(self) -> None:
         """Open the stores and rebuild the index. Raises OSError when the data directory is taken."""
@@ -401,3 +411,11 @@ class Sidecar:
         self.directory.open()
         self.disk.open()
         self.memory.open()
+
+
+def _is_content(file: Path, text: str) -> bool:
+    """Return whether a small file has this content; False without the file."""
+    try:
+        return read_bounded(file, len(text)) == text.encode()
+    except (OSError, ValueError):
+        return False

@@ -1,28 +1,41 @@
-"""Chooses the container of a pod that runs vLLM, and the user the sidecar shares files with it as. Pure."""
+"""Finds vLLM's container in a pod, and checks the parts of it that a manifest shows. Pure.
+
+A shell or start script may still change vLLM's arguments and environment. `payload_start/context_cache_start.py`
+checks the real ones when vLLM starts.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
-from pod_injector.command_line import looks_like_vllm
-from pod_injector.engine_options import expanded
 from pod_injector.not_injected import NotInjected, Reason
+from pod_injector.parts import PatchParts
+from pod_injector.payload_start.context_cache_start import (
+    API_SERVER,
+    COMMAND_LINE,
+    RUST_FRONT_END_ENV,
+    asks_for_rust,
+    read_options,
+    refusal,
+    rust_refusal,
+)
 
 CONTAINER_ANNOTATION = "context-cache.io/container"
-"""Names the container where it cannot be told, or where several could be meant."""
+"""Names vLLM's container if the injector finds none or several."""
 
 OLDEST_VLLM, NEWEST_VLLM = (0, 29), (0, 32)
-"""Of those the contract was tested with: `make test-vllm VLLM=…`, docs/operations/install.md."""
-_RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
-_RUST_IN_SCRIPT = re.compile(rf"{_RUST_FRONT_END}=[\"']?([^\s\"';&|]*)")
-"""As a script or `env` sets it."""
+"""Versions that the contract was tested with: `make test-vllm VLLM=…`, docs/operations/install.md."""
 _RELEASE = re.compile(r"vllm[\w.-]*:v?(\d+)\.(\d+)")
+_STARTS_VLLM = re.compile(rf"\bvllm\s+serve\b|\b({re.escape(API_SERVER)}|{re.escape(COMMAND_LINE)})\b")
+_PROGRAM = re.compile(r"(^|/)([a-z]*sh|python[0-9.]*)$|\.(sh|py)$")
+"""First of `args` that is a program instead of vLLM's first argument: a shell, Python or a script."""
 
 
 def engine_index(pod: Mapping[str, Any]) -> int:
-    """Return the index of vLLM's container. Raises NotInjected when there is none or no single one."""
+    """Return the index of vLLM's container. Raises NotInjected unless there is exactly one."""
     containers = pod["spec"].get("containers") or []
     names = [container.get("name") for container in containers]
     annotations = pod["metadata"].get("annotations") or {}
@@ -38,11 +51,45 @@ def engine_index(pod: Mapping[str, Any]) -> int:
     return found[0]
 
 
-def sidecar_user(pod: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[int, int | None] | None:
-    """Return user and group the sidecar must run as to share files with the engine; None: its own are fine.
+def looks_like_vllm(container: Mapping[str, Any]) -> bool:
+    """Return whether a container seems to run vLLM, by its image's name or its command line."""
+    return "vllm" in _image_name(container) or _STARTS_VLLM.search(" ".join(_words(container))) is not None
 
-    Files the sidecar makes are for its user to write. Root may, as long as it has CAP_DAC_OVERRIDE; any other user must
-    be the same. Raises NotInjected when the engine's user is somebody unknown, or a root that may not.
+
+def written_arguments(container: Mapping[str, Any]) -> list[str] | None:
+    """Return vLLM's arguments as the manifest spells them out; None: a script or the image knows them."""
+    words = _words(container)
+    for index, (word, following) in enumerate(pairwise(words)):
+        is_command = (word.rpartition("/")[2], following) == ("vllm", "serve")
+        if is_command or (word == "-m" and following in {API_SERVER, COMMAND_LINE}):
+            return words[index + 2 :]
+    # Without `command` the image's entry point runs, which is `vllm serve` or the API server.
+    return words if words and not container.get("command") and not _PROGRAM.search(words[0]) else None
+
+
+def check_written(container: Mapping[str, Any], parts: PatchParts) -> None:
+    """Raise NotInjected if the manifest itself shows that the release could not use this engine.
+
+    A value with a variable of Kubernetes, `$(NAME)`, is known only when vLLM starts.
+    """
+    env = [item for item in container.get("env") or [] if item["name"] == RUST_FRONT_END_ENV][-1:]
+    values = [str(item.get("value", "")) for item in env if "valueFrom" not in item]
+    refused = rust_refusal() if any("$(" not in value and asks_for_rust(value) for value in values) else None
+    words = written_arguments(container)
+    if refused is None and words is not None:
+        options = read_options(words)
+        if "config" in options:
+            options.setdefault("port", str(parts.port))  # the file may set it
+        refused = refusal(options, port=parts.port, https=parts.https)
+    if refused is not None:
+        raise NotInjected(Reason(refused[0]), refused[1])
+
+
+def sidecar_user(pod: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[int, int | None] | None:
+    """Return user and group the sidecar must run as to share files with the engine; None: its own user works.
+
+    The sidecar's files are writable for its user only. Root may write them with CAP_DAC_OVERRIDE. Raises NotInjected
+    if the engine's user is unknown, or is root without that right.
     """
     of_pod, own = pod["spec"].get("securityContext") or {}, container.get("securityContext") or {}
     user = own.get("runAsUser", of_pod.get("runAsUser"))
@@ -50,8 +97,10 @@ def sidecar_user(pod: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[
         return int(user), own.get("runAsGroup", of_pod.get("runAsGroup"))
     if user is None and own.get("runAsNonRoot", of_pod.get("runAsNonRoot", False)):
         raise NotInjected(Reason.USER, "only the image sets the engine's user: set securityContext.runAsUser")
-    dropped = {str(name).upper().removeprefix("CAP_") for name in (own.get("capabilities") or {}).get("drop") or []}
-    added = {str(name).upper().removeprefix("CAP_") for name in (own.get("capabilities") or {}).get("add") or []}
+    dropped, added = (
+        {str(name).upper().removeprefix("CAP_") for name in (own.get("capabilities") or {}).get(change) or []}
+        for change in ("drop", "add")
+    )
     if dropped & {"ALL", "DAC_OVERRIDE"} and "DAC_OVERRIDE" not in added:
         raise NotInjected(
             Reason.USER,
@@ -61,43 +110,36 @@ def sidecar_user(pod: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[
     return None
 
 
-def check_front_end(container: Mapping[str, Any]) -> None:
-    """Raise NotInjected where vLLM's Rust front end is asked for: with our `--middleware` vLLM would not start.
-
-    vLLM 0.32 envs.py reads the variable as `bool(int(value))`. `envFrom` cannot be seen here.
-    """
-    env = container.get("env") or []
-    known = {item["name"]: str(item.get("value", "")) for item in env if "valueFrom" not in item}
-    asked = [item for item in env if item["name"] == _RUST_FRONT_END][-1:]  # the last of a name counts
-    values = [*expanded((str(item.get("value", "")) for item in asked if "valueFrom" not in item), known)]
-    words = [*(container.get("command") or []), *(container.get("args") or [])]
-    values += (found[1] for word in words for found in _RUST_IN_SCRIPT.finditer(str(word)))
-    if any("valueFrom" in item for item in asked) or not all(map(_is_off, values)):
-        raise NotInjected(
-            Reason.RUST_FRONTEND,
-            f"vLLM's Rust front end takes no --middleware, which context-cache needs: remove {_RUST_FRONT_END}",
-        )
+def check_version(container: Mapping[str, Any]) -> None:
+    """Raise NotInjected for a vLLM that is too old: it would start, and ignore contexts."""
+    if (version := _version(container)) is not None and version < OLDEST_VLLM:
+        raise NotInjected(Reason.VLLM_VERSION, f"vLLM {_dotted(version)} is older than {_dotted(OLDEST_VLLM)}")
 
 
-def _is_off(value: str) -> bool:
-    try:
-        return not value.strip() or int(value) == 0
-    except ValueError:
-        return False
+def warning_about(container: Mapping[str, Any]) -> str:
+    """Return the doubts about an engine that is injected all the same; empty if there are none."""
+    doubts = []
+    if (version := _version(container)) is not None and version > NEWEST_VLLM:
+        doubts.append(f"vLLM {_dotted(version)} is newer than the versions that this release was tested with")
+    words = written_arguments(container)
+    if words is None or "config" in read_options(words) or any("$(" in word for word in words):
+        doubts.append("the pod does not spell out vLLM's arguments: port and KV connector are checked when vLLM starts")
+    return "; ".join(doubts)
 
 
-def version_warning(container: Mapping[str, Any]) -> str:
-    """Return what to say of the vLLM that an image's tag names; nothing where it names none, or one that was tested.
+def _version(container: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the version in the image's tag; None: the tag has none."""
+    found = _RELEASE.match(_image_name(container))
+    return None if found is None else (int(found[1]), int(found[2]))
 
-    Raises NotInjected when it is too old: it would start, and carry nothing.
-    """
-    name = str(container.get("image", "")).partition("@")[0].rpartition("/")[2]
-    if (found := _RELEASE.match(name)) is None:
-        return ""
-    version = int(found[1]), int(found[2])
-    said = f"vLLM {version[0]}.{version[1]}"
-    if version < OLDEST_VLLM:
-        raise NotInjected(Reason.VLLM_VERSION, f"{said} is older than {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]}")
-    if version > NEWEST_VLLM:
-        return f"context-cache: {said} is newer than the versions that this release was tested with"
-    return ""
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _words(container: Mapping[str, Any]) -> list[str]:
+    return [*(container.get("command") or []), *(container.get("args") or [])]
+
+
+def _image_name(container: Mapping[str, Any]) -> str:
+    return str(container.get("image", "")).partition("@")[0].rpartition("/")[2]

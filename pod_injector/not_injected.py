@@ -1,4 +1,4 @@
-"""Why a pod is left as it is: a closed set of reasons, each with words for the person who asked for the injection."""
+"""Reasons for which a pod is left alone: a closed set."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """What the annotation `context-cache.io/inject-skipped` and the metrics call it."""
+    """Value of the annotation `context-cache.io/inject-skipped` and of the metric's label."""
 
     OPTED_OUT = "opted-out"
     OTHER_RELEASE = "other-release"
@@ -14,9 +14,6 @@ class Reason(StrEnum):
     WINDOWS = "windows"
     NO_VLLM_CONTAINER = "no-vllm-container"
     SEVERAL_VLLM_CONTAINERS = "several-vllm-containers"
-    COMMAND_UNKNOWN = "command-unknown"
-    SHELL_SCRIPT = "shell-script"
-    CONFIG_FILE = "config-file"
     KV_CONNECTOR = "kv-connector"
     PORT = "port"
     SERVER = "server"
@@ -30,7 +27,7 @@ class Reason(StrEnum):
 
 
 class NotInjected(Exception):
-    """The pod cannot, or shall not, be injected. Not in the tree of errors: it is an answer and crosses no wire."""
+    """The pod is left alone. Not in the tree of errors: no process sends it to another."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
-"""Copies the plugin, and what it imports that vLLM's image may lack, to where vLLM's container will find it.
+"""Copies the plugin, and packages that vLLM's image may lack, into a volume of vLLM's container.
 
-Runs in an init container of the injected pod, from our image. A copy is put in its place by a rename: a container that
-was killed half-way leaves nothing that looks whole.
+It runs in an init container of the injected pod, from our image. A rename puts each copy in place, so a
+killed container leaves no incomplete copy under the final name.
 """
 
 from __future__ import annotations
@@ -12,32 +12,27 @@ from pathlib import Path
 from pod_injector import payload_start
 
 SOURCE = Path("/opt/context-cache/payload")
-"""In our image: packages for each CPython that vLLM runs on, side by side (deploy/docker/payload.txt)."""
+"""Packages in our image, for each CPython that vLLM runs on (deploy/docker/payload.txt)."""
 START = "start"
-"""Goes on PYTHONPATH."""
+"""Directory on PYTHONPATH: the files of `payload_start`."""
 PACKAGES = "packages"
-"""Appended to the search path by START/sitecustomize.py."""
+"""Directory that START/sitecustomize.py appends to the search path."""
 
 
 def copy_payload(target: Path, *, source: Path = SOURCE) -> None:
-    """Fill `target` with START and PACKAGES, in place of those of an earlier run. Raises OSError."""
+    """Fill `target` with START and PACKAGES, and replace those of an earlier run. Raises OSError."""
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is missing: this image was built without the payload")
-    start = Path(payload_start.__file__).with_name("sitecustomize.py")
     incoming = target / ".incoming"
     shutil.rmtree(incoming, ignore_errors=True)
     incoming.mkdir(parents=True)
     shutil.copytree(source, incoming / PACKAGES, ignore=shutil.ignore_patterns("__pycache__"))
-    (incoming / START).mkdir()
-    shutil.copyfile(start, incoming / START / start.name)
-    _let_everybody_read(incoming)
+    start = Path(payload_start.__file__).parent
+    shutil.copytree(start, incoming / START, ignore=shutil.ignore_patterns("__pycache__", "__init__.py"))
+    # The engine may run as any user.
+    for path in (incoming, *incoming.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
     for name in (PACKAGES, START):
         shutil.rmtree(target / name, ignore_errors=True)
         (incoming / name).rename(target / name)
     incoming.rmdir()
-
-
-def _let_everybody_read(folder: Path) -> None:
-    # The engine's user is nobody we know.
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)

@@ -1,52 +1,52 @@
-"""Decides about one pod and makes the patch: read this first. Pure.
+"""Decides about one pod and makes its patch: read this file first. Pure.
 
-What a pod gets, in this order:
+An injected pod gets:
 
-- init containers, before its own: `context-cache-payload`, which copies the plugin, then `kv-sidecar`, which stays.
-  First, because they need nothing from the others and the sidecar reads its disk while, say, a model is downloaded;
-  and because native sidecars end in reverse order, so that it is there until the engine's last save.
-- on vLLM's container: the arguments, the env, the mounts, PYTHONPATH.
-- volumes, image pull secrets, the label its release's Service selects by, the annotation that says it was done.
+- two init containers before its own: `context-cache-payload` copies the plugin, and `kv-sidecar` keeps running. They
+  come first because they need nothing from the others: the sidecar reads its disk while a model is downloaded. Native
+  sidecars end in reverse order, so this one outlives the engine's last save.
+- for vLLM's container: env, mounts and PYTHONPATH. Its command line stays: vLLM's process adds our arguments itself
+  (`payload_start`), so a shell or a start script may come before it.
+- volumes, image pull secrets, the label of its release's Service, and an annotation that marks it as injected.
 
-Whatever the pod's author set stays: an env variable of the same name, their /dev/shm or that they have none.
+Settings of the pod's author stay: an env variable of the same name, and /dev/shm or its absence.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from pod_injector.command_line import find_engine
-from pod_injector.engine_container import check_front_end, engine_index, sidecar_user, version_warning
-from pod_injector.engine_options import EngineOptions
+from pod_injector.engine_container import check_version, check_written, engine_index, sidecar_user
 from pod_injector.not_injected import NotInjected, Reason
 from pod_injector.parts import PatchParts
+from pod_injector.payload_start.context_cache_start import ARGUMENTS_ENV
 
 ENGINES_LABEL = "context-cache.io/engines"
 INJECT_LABEL = "context-cache.io/inject"
 INJECTED_ANNOTATION = "context-cache.io/injected"
 SKIPPED_ANNOTATION = "context-cache.io/inject-skipped"
-CONFIG_FILE_ANNOTATION = "context-cache.io/config-file"
 _PYTHON_PATH = "PYTHONPATH"
 _FILE_MODE = 0o444
 _GROUP = 65532
-"""Group of the sidecar's files; whoever is in it opens its sockets."""
+"""Group of the sidecar's files: its members may open its sockets."""
 _EMPTY = "context-cache-no-token"
 _ACCOUNT_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
-"""Admission mounts the token of the pod's ServiceAccount into every container that has nothing there, ours included
-when it looks again after the patch. Our containers ask no API server, so something empty is there."""
+"""Mount path of the ServiceAccount's token. Admission mounts the token into each container without a mount there, ours
+included. Our containers never call the API server, so they mount an empty volume."""
 _RESTRICTED = {
     "runAsNonRoot": True,
     "runAsUser": 65532,
     "runAsGroup": _GROUP,
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-"""What the chart's own pods say for all their containers, and somebody else's pod may not."""
+"""Security context of the chart's own pods. An injected pod may lack it, so our containers bring it."""
 
 
 def injection_patch(pod: Mapping[str, Any], parts: PatchParts) -> list[dict[str, Any]] | None:
-    """Return the patch that injects a pod; None when it is injected already. Raises NotInjected."""
+    """Return the patch that injects a pod; None if it is injected already. Raises NotInjected."""
     if _is_injected(pod, parts):
         return None
     _check_pod(pod, parts)
@@ -56,7 +56,7 @@ def injection_patch(pod: Mapping[str, Any], parts: PatchParts) -> list[dict[str,
 
 
 def skip_patch(pod: Mapping[str, Any], reason: Reason) -> list[dict[str, Any]]:
-    """Return the patch that writes on a pod why it was left alone; empty when it says so already."""
+    """Return the patch that writes the reason into the pod's annotation; empty if it is there already."""
     marked = copy.deepcopy(dict(pod))
     metadata = marked.setdefault("metadata", {})
     metadata["annotations"] = {**(metadata.get("annotations") or {}), SKIPPED_ANNOTATION: reason.value}
@@ -73,7 +73,7 @@ def _patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str
 
 
 def _is_injected(pod: Mapping[str, Any], parts: PatchParts) -> bool:
-    # Both: an annotation may have been copied from a running pod into a template, without the container.
+    # Both: a template may have the annotation copied from a running pod, without the container.
     marked = INJECTED_ANNOTATION in (pod["metadata"].get("annotations") or {})
     return marked and parts.sidecar["name"] in _names(pod, "initContainers")
 
@@ -87,7 +87,7 @@ def _check_pod(pod: Mapping[str, Any], parts: PatchParts) -> None:
             Reason.OTHER_RELEASE, f"the pod belongs to the release {labels[ENGINES_LABEL]!r} (label {ENGINES_LABEL})"
         )
     if spec.get("resources"):
-        # Kubernetes 1.34: they must hold all containers together, or no pod is made at all.
+        # Kubernetes 1.34 rejects a pod whose containers together request more.
         raise NotInjected(Reason.RESOURCES, "spec.resources leaves no room for a sidecar")
     if spec.get("hostNetwork"):
         raise NotInjected(Reason.HOST_NETWORK, "with hostNetwork other pods of the node may use the sidecar's ports")
@@ -111,20 +111,14 @@ def _inject(pod: dict[str, Any], parts: PatchParts) -> None:
     spec = pod["spec"]
     index = engine_index(pod)
     engine = spec["containers"][index]
-    version_warning(engine)
-    command = find_engine(engine)
-    check_front_end(engine)
-    annotations = pod["metadata"].get("annotations") or {}
-    EngineOptions(command.options).check(
-        port=parts.port, https=parts.https, trusts_config_file=annotations.get(CONFIG_FILE_ANNOTATION) == "trusted"
-    )
+    check_version(engine)
+    check_written(engine, parts)
     ours = [copy.deepcopy(dict(container)) for container in (parts.payload, parts.sidecar)]
     _share_user(spec, ours, sidecar_user(pod, engine))
     for container in ours:
         mount = {"name": _EMPTY, "mountPath": _ACCOUNT_PATH, "readOnly": True}
         container["volumeMounts"] = [*container.get("volumeMounts", []), mount]
     volumes = [*_volumes(spec, parts), {"name": _EMPTY, "emptyDir": {}}]
-    command.append(engine, parts.arguments)
     _add_env(engine, parts)
     _add_mounts(engine, parts)
     _follow_scheme(engine, parts)
@@ -135,7 +129,7 @@ def _inject(pod: dict[str, Any], parts: PatchParts) -> None:
 
 
 def _share_user(spec: dict[str, Any], ours: list[dict[str, Any]], user: tuple[int, int | None] | None) -> None:
-    """Let the engine open the sidecar's sockets without changing the group of the pod's other volumes (fsGroup)."""
+    """Let the engine open the sidecar's sockets. `fsGroup` would change the group of the pod's other volumes too."""
     for container in ours:
         container["securityContext"] = {**_RESTRICTED, **container.get("securityContext", {})}
         if user is not None:
@@ -152,7 +146,7 @@ def _share_user(spec: dict[str, Any], ours: list[dict[str, Any]], user: tuple[in
 
 
 def _volumes(spec: Mapping[str, Any], parts: PatchParts) -> list[dict[str, Any]]:
-    """Return the volumes to add. Raises NotInjected when the sidecar could not write to its own."""
+    """Return the volumes to add. Raises NotInjected if the sidecar could not write to its own volume."""
     volumes = [_readable(volume) for volume in parts.volumes]
     has_group = (spec.get("securityContext") or {}).get("fsGroup") is not None
     if not has_group and any({"persistentVolumeClaim", "ephemeral"} & volume.keys() for volume in volumes):
@@ -164,7 +158,7 @@ def _volumes(spec: Mapping[str, Any], parts: PatchParts) -> list[dict[str, Any]]
 
 
 def _readable(volume: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a volume whose secret files all containers of the pod may read: without fsGroup they are root's."""
+    """Return a volume whose secret files every user may read: without fsGroup they belong to root."""
     if "secret" not in volume:
         return dict(volume)
     return {**volume, "secret": {**volume["secret"], "defaultMode": _FILE_MODE}}
@@ -179,8 +173,11 @@ def _add_env(engine: dict[str, Any], parts: PatchParts) -> None:
         raise NotInjected(Reason.NAME_TAKEN, "PYTHONPATH has no literal value and cannot be extended: give it one")
     else:
         path["value"] = ":".join(filter(None, (parts.python_path, path.get("value", ""))))
+    at_start = json.dumps({"arguments": parts.arguments, "port": parts.port, "https": parts.https})
+    # Kubernetes replaces $(NAME) in values; $$ is its escape.
+    ours = [*parts.env, {"name": ARGUMENTS_ENV, "value": at_start.replace("$(", "$$(")}]
     taken = {item["name"] for item in env}
-    engine["env"] = env + [copy.deepcopy(item) for item in parts.env if item["name"] not in taken]
+    engine["env"] = env + [copy.deepcopy(item) for item in ours if item["name"] not in taken]
 
 
 def _add_mounts(engine: dict[str, Any], parts: PatchParts) -> None:
@@ -194,7 +191,7 @@ def _add_mounts(engine: dict[str, Any], parts: PatchParts) -> None:
 
 
 def _follow_scheme(engine: dict[str, Any], parts: PatchParts) -> None:
-    """Probe by HTTPS what now serves HTTPS. Raises NotInjected for a program: it may ask by HTTP, and kill for ever."""
+    """Switch probes and hooks to HTTPS. Raises NotInjected for an exec probe, which may use HTTP and fail for ever."""
     if not parts.https:
         return
     names = {port.get("name") for port in engine.get("ports") or [] if port.get("containerPort") == parts.port}

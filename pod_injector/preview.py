@@ -1,4 +1,4 @@
-"""Says of manifests what the webhook would say of their pods: the same decision, before anything is applied. Pure."""
+"""Applies the webhook's decision to the pod templates of manifests, before a rollout. Pure."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from pod_injector.manifests import PodTemplate, pod_templates
 from pod_injector.not_injected import Reason
 from pod_injector.parts import PatchParts
 from pod_injector.pod_patch import INJECT_LABEL
-from pod_injector.review import Verdict, review
+from pod_injector.review import PREFIX, Verdict, review
 
-_PREFIX = "context-cache: "
-_INJECTED = {"injected", "present"}
+_INJECTED = {"injected": "would be injected", "present": "is injected already"}
 OTHER_NAMESPACE = "other-namespace"
-"""Outcome of a pod that no webhook is asked about, as its namespace is not the release's."""
+"""Outcome of a pod outside the release's namespace: the API server does not ask the webhook about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What would become of one pod template."""
+    """The decision about one pod template."""
 
     owner: str
     outcome: str
     """`injected`, `present`, the value of a `Reason`, or `other-namespace`."""
     text: str
     patch: list[dict[str, Any]]
-    """RFC 6902, as the webhook would answer; empty where the pod would be left alone."""
+    """RFC 6902, as the webhook would answer; empty if the pod would be left alone."""
     warns: bool = False
-    """Whether the webhook would warn of a pod that it injects."""
+    """Whether the webhook would warn about a pod that it injects."""
     with_label: str = ""
-    """Of a pod without the label: what would become of it with the label."""
+    """Text for the same pod with the label, if it lacks the label."""
 
     @property
     def is_injected(self) -> bool:
@@ -43,7 +42,7 @@ class Preview:
 def previews(manifest: bytes, parts: PatchParts, *, namespace: str = "") -> Iterator[Preview]:
     """Yield a preview for each pod template of a file. Raises UnreadableManifest.
 
-    `namespace`: the release's; templates that name another are not asked about. Empty: any will do.
+    `namespace`: namespace of the release. Empty: every namespace counts as the release's.
     """
     for template in pod_templates(manifest):
         if namespace and template.namespace not in {"", namespace}:
@@ -52,41 +51,33 @@ def previews(manifest: bytes, parts: PatchParts, *, namespace: str = "") -> Iter
                 f"and this one is in {template.namespace} (value injector.namespaceSelector)"
             )
             yield Preview(template.owner, OTHER_NAMESPACE, text, [])
-            continue
-        yield _preview(template, parts)
+        else:
+            yield _preview(template, parts)
 
 
 def _preview(template: PodTemplate, parts: PatchParts) -> Preview:
-    verdict = _verdict(template, parts)
+    verdict = _verdict(template.pod, parts)
     if verdict.outcome == Reason.OPTED_OUT:
-        labelled = _verdict(_with_label(template), parts)
+        labelled = copy.deepcopy(template.pod)
+        metadata = labelled["metadata"] = dict(labelled.get("metadata") or {})
+        metadata["labels"] = {**(metadata.get("labels") or {}), INJECT_LABEL: "true"}
         text = f'not injected (opted-out): the pod template has no label {INJECT_LABEL}: "true"'
-        return Preview(template.owner, verdict.outcome, text, [], with_label=_text(labelled))
+        return Preview(template.owner, verdict.outcome, text, [], with_label=_text(_verdict(labelled, parts)))
     patch = verdict.patch if verdict.outcome in _INJECTED else []
     return Preview(template.owner, verdict.outcome, _text(verdict), patch, warns=bool(patch and verdict.warning))
 
 
-def _verdict(template: PodTemplate, parts: PatchParts) -> Verdict:
-    request = {"uid": "preview", "kind": {"kind": "Pod"}, "operation": "CREATE", "namespace": template.namespace}
+def _verdict(pod: dict[str, Any], parts: PatchParts) -> Verdict:
+    request = {"uid": "preview", "kind": {"kind": "Pod"}, "operation": "CREATE", "object": pod}
     try:
-        return review({"kind": "AdmissionReview", "request": request | {"object": template.pod}}, parts)
+        return review({"kind": "AdmissionReview", "request": request}, parts)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
-        # No API server sends a pod of this shape, so the webhook need not judge it.
+        # An API server would reject a pod of this shape before it asks the webhook.
         return Verdict("preview", Reason.FAULT.value, [])
-
-
-def _with_label(template: PodTemplate) -> PodTemplate:
-    pod = copy.deepcopy(template.pod)
-    metadata = pod["metadata"] = dict(pod.get("metadata") or {})
-    metadata["labels"] = {**(metadata.get("labels") or {}), INJECT_LABEL: "true"}
-    return PodTemplate(template.owner, template.namespace, pod)
 
 
 def _text(verdict: Verdict) -> str:
     if verdict.outcome == Reason.FAULT:
         return f"not injected ({Reason.FAULT.value}): the injector cannot read this pod template"
-    said = verdict.warning.removeprefix(_PREFIX)
-    if verdict.outcome not in _INJECTED:
-        return said
-    text = "would be injected" if verdict.outcome == "injected" else "is injected already"
-    return f"{text}; {said}" if said else text
+    facts = [_INJECTED.get(verdict.outcome, ""), verdict.warning.removeprefix(PREFIX)]
+    return "; ".join(filter(None, facts))

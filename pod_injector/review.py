@@ -1,6 +1,7 @@
 """AdmissionReview in, AdmissionReview out (admission.k8s.io/v1). Pure. The answer always allows the pod.
 
-A pod that cannot be injected starts as it is, with an annotation that says why and a warning for whoever applied it.
+A pod that cannot be injected starts unchanged but for an annotation with the reason. The client that created it gets a
+warning.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contextcache.errors import InvalidRequest
-from pod_injector.engine_container import engine_index, version_warning
+from pod_injector.engine_container import engine_index, warning_about
 from pod_injector.not_injected import NotInjected, Reason
 from pod_injector.parts import PatchParts
 from pod_injector.pod_patch import injection_patch, skip_patch
@@ -21,12 +22,14 @@ from pod_injector.pod_patch import injection_patch, skip_patch
 log = logging.getLogger(__name__)
 
 _MAX_WARNING_CHARS = 256
-"""Longer warnings may be cut by the API server."""
+"""The API server may cut longer warnings."""
+PREFIX = "context-cache: "
+"""Beginning of every warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one review."""
+    """The decision on one review."""
 
     uid: str
     outcome: str
@@ -46,7 +49,7 @@ class Verdict:
 
 
 def review(body: Mapping[str, Any], parts: PatchParts) -> Verdict:
-    """Decide about the pod of a review. Raises InvalidRequest when it is no review of a new pod."""
+    """Decide about the pod of a review. Raises InvalidRequest unless the body is a review of a new pod."""
     request = body.get("request")
     if body.get("kind") != "AdmissionReview" or not isinstance(request, dict):
         raise InvalidRequest("the body is not an AdmissionReview")
@@ -57,29 +60,24 @@ def review(body: Mapping[str, Any], parts: PatchParts) -> Verdict:
         raise InvalidRequest("the review is not about the creation of a pod")
     if not isinstance(pod, dict) or not isinstance(pod.get("spec"), dict):
         raise InvalidRequest("the review has no pod")
-    # A pod without any of these has no metadata at all.
     return _verdict(uid, {**pod, "metadata": pod.get("metadata") or {}}, parts)
 
 
 def _verdict(uid: str, pod: dict[str, Any], parts: PatchParts) -> Verdict:
     try:
         patch = injection_patch(pod, parts)
+        if patch is None:
+            return Verdict(uid, "present", [])
+        doubt = warning_about(pod["spec"]["containers"][engine_index(pod)])
+        return Verdict(uid, "injected", patch, f"{PREFIX}{doubt}" if doubt else "")
     except NotInjected as exc:
-        return _skipped(uid, pod, exc)
+        refused = exc
     except Exception:
-        # A pod of a shape nobody thought of must start all the same.
+        # The pod must start, whatever its shape.
         log.exception("review failed")
-        fault = NotInjected(Reason.FAULT, "internal fault of the injector, see its log")
-        return _skipped(uid, pod, fault)
-    if patch is None:
-        return Verdict(uid, "present", [])
-    engine = pod["spec"]["containers"][engine_index(pod)]
-    return Verdict(uid, "injected", patch, version_warning(engine))
-
-
-def _skipped(uid: str, pod: dict[str, Any], exc: NotInjected) -> Verdict:
-    if exc.reason is Reason.OPTED_OUT:
-        # Nobody asked, so nobody is told.
-        return Verdict(uid, exc.reason.value, [])
-    warning = f"context-cache: not injected ({exc.reason.value}): {exc.message}"
-    return Verdict(uid, exc.reason.value, skip_patch(pod, exc.reason), warning)
+        refused = NotInjected(Reason.FAULT, "internal fault of the injector, see its log")
+    if refused.reason is Reason.OPTED_OUT:
+        # The pod's author asked for nothing, so a warning would only disturb.
+        return Verdict(uid, refused.reason.value, [])
+    warning = f"{PREFIX}not injected ({refused.reason.value}): {refused.message}"
+    return Verdict(uid, refused.reason.value, skip_patch(pod, refused.reason), warning)

@@ -58,6 +58,9 @@ class HttpProbe:
                 if answer.status != 200:
                     return Health(healthy=False)
                 in_flight = answer.headers.get(IN_FLIGHT_HEADER)
+                if in_flight is None and endpoint.sidecar:
+                    # vLLM runs without our middleware (ADR 0112), and would ignore a `session_id`.
+                    return Health(healthy=False)
                 skew_s = clock_skew_s(answer.headers.get("date", ""), now_ms=self._clock.now_ms())
         except (TimeoutError, aiohttp.ServerTimeoutError):
             return Health(healthy=False, certain=False)

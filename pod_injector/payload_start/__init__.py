@@ -1,1 +1,1 @@
-"""The directory that injected vLLM containers have on PYTHONPATH; it holds `sitecustomize` and nothing else."""
+"""Files of the directory that injected vLLM containers have first on PYTHONPATH."""

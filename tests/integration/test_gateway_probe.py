@@ -38,6 +38,15 @@ async def test_a_pod_that_says_no_is_certainly_not_healthy(engine, probe):
     assert await probe(Endpoint("a", engine.url)) == Health(healthy=False)
 
 
+async def test_a_pod_with_a_sidecar_whose_engine_lacks_the_middleware_is_not_healthy(engine, probe):
+    """vLLM started without the injector's arguments: it would answer a turn without its context."""
+    pod = Endpoint("a", engine.url, sidecar="127.0.0.1:1")
+
+    assert await probe(pod) == Health(healthy=False)
+    engine.has_middleware = True
+    assert (await probe(pod)).healthy
+
+
 async def test_a_pod_that_is_not_there_is_certainly_not_healthy(engine, probe):
     await engine.stop()
 

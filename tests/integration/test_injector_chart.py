@@ -101,7 +101,7 @@ def test_with_mutual_tls_the_engine_serves_https_and_is_probed_by_it(tmp_path):
     after = apply_patch(pod, injection_patch(pod, parts_of(render(Release(RELEASES["tls"])), tmp_path)))
 
     engine = after["spec"]["containers"][0]
-    assert "--ssl-certfile" in engine["args"]
+    assert any("--ssl-certfile" in item.get("value", "") for item in engine["env"])
     assert engine["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     assert "context-cache-tls" in {mount["name"] for mount in engine["volumeMounts"]}
 

@@ -59,6 +59,8 @@ class StubEngine:
     disconnects: int = 0
     load: dict[str, float] = field(default_factory=dict)
     """What `/metrics` says, by vLLM's names; empty: 404."""
+    has_middleware: bool = False
+    """Answer `/health` with the header of the turn middleware."""
     break_next: str = ""
     """`headers`: close before answering; `body`: close in the middle of the next answer."""
     stall: bool = False
@@ -117,7 +119,8 @@ class StubEngine:
         request = Received(method, target, headers, await _body(dict(headers), reader))
         self.received.append(request)
         if target == "/health":
-            return await self._send(writer, 200 if self.healthy else 503, b"")
+            header = b"x-context-in-flight: \r\n" if self.has_middleware else b""
+            return await self._send(writer, 200 if self.healthy else 503, b"", header)
         if target == "/v1/models":
             return await self._send(writer, 200, json.dumps({"data": [{"id": name} for name in self.models]}).encode())
         if target.startswith("/metrics"):
@@ -167,8 +170,8 @@ class StubEngine:
         self.disconnects += 1
         self.noticed_disconnect.set()
 
-    async def _send(self, writer, status: int, body: bytes) -> bool:
-        writer.write(b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\n" % status)
+    async def _send(self, writer, status: int, body: bytes, header: bytes = b"") -> bool:
+        writer.write(b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\n%b" % (status, header))
         writer.write(b"server: stub\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
         await writer.drain()
         return True

@@ -1,4 +1,4 @@
-"""The payload: whole or not there, readable by everybody, and behind vLLM's own packages on the search path."""
+"""The payload: whole or not there, readable for every user, and behind vLLM's own packages on the search path."""
 
 from __future__ import annotations
 

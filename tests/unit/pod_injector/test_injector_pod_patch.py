@@ -10,6 +10,7 @@ import kubernetes_validate
 import pytest
 
 from pod_injector.not_injected import NotInjected, Reason
+from pod_injector.payload_start.context_cache_start import ARGUMENTS_ENV
 from pod_injector.pod_patch import injection_patch, skip_patch
 from tests.unit.pod_injector.pods import ARGUMENTS, apply_patch, make_engine, make_parts, make_pod
 
@@ -52,6 +53,12 @@ def engine_of(pod, name="vllm"):
 
 def sidecar_of(pod):
     return next(container for container in pod["spec"]["initContainers"] if container["name"] == "kv-sidecar")
+
+
+def arguments_of(pod):
+    """Return the arguments that vLLM's process will add to its own."""
+    [value] = [item["value"] for item in engine_of(pod)["env"] if item["name"] == ARGUMENTS_ENV]
+    return json.loads(value)["arguments"]
 
 
 def reason_of(pod, parts=PARTS):
@@ -118,7 +125,7 @@ def test_the_engine_is_the_container_with_vllm_and_no_other_is_touched():
     after = injected(make_pod(proxy, make_engine()))
 
     assert engine_of(after, "proxy") == proxy
-    assert engine_of(after)["args"][-len(ARGUMENTS) :] == list(ARGUMENTS)
+    assert arguments_of(after) == list(ARGUMENTS)
 
 
 def test_of_two_engines_the_annotation_says_which():
@@ -138,7 +145,6 @@ def test_of_two_engines_the_annotation_says_which():
         (make_pod(os={"name": "windows"}), Reason.WINDOWS),
         (make_pod({"name": "web", "image": "nginx:1"}), Reason.NO_VLLM_CONTAINER),
         (make_pod(make_engine(args=["m", "--port", "9000"])), Reason.PORT),
-        (make_pod(make_engine(args=["m", "--config", "/c.yaml"])), Reason.CONFIG_FILE),
         (make_pod(initContainers=[{"name": "kv-sidecar", "image": "x"}]), Reason.NAME_TAKEN),
         (make_pod(volumes=[{"name": "context-cache-kv-run", "emptyDir": {}}]), Reason.NAME_TAKEN),
         (make_pod(make_engine(), {"name": "x", "image": "x", "ports": [{"containerPort": 50061}]}), Reason.NAME_TAKEN),
@@ -162,12 +168,6 @@ RUST = "VLLM_USE_RUST_FRONTEND"
     [
         *({"env": [{"name": RUST, "value": value}]} for value in ("1", " 1 ", "01", "2", "-1", "true", "True", "yes")),
         {"env": [{"name": RUST, "value": "0"}, {"name": RUST, "value": "1"}]},
-        {"env": [{"name": "FLAG", "value": "1"}, {"name": RUST, "value": "$(FLAG)"}]},
-        {"env": [{"name": RUST, "value": "$(FROM_ELSEWHERE)"}]},
-        {"env": [{"name": RUST, "valueFrom": {"configMapKeyRef": {"name": "vllm", "key": "rust"}}}]},
-        {"command": ["env", f"{RUST}=1", "vllm", "serve", "m"], "args": None},
-        {"command": ["sh", "-c", f"export {RUST}=1; exec vllm serve m"], "args": None},
-        {"command": ["sh", "-c", f"{RUST}='1' exec vllm serve m"], "args": None},
     ],
 )
 def test_an_engine_with_the_rust_front_end_is_left_alone(changes):
@@ -182,11 +182,14 @@ def test_an_engine_with_the_rust_front_end_is_left_alone(changes):
         {"env": [{"name": RUST}]},
         {"env": [{"name": RUST, "value": "1"}, {"name": RUST, "value": "0"}]},
         {"env": [{"name": "VLLM_USE_RUST_BENCH", "value": "1"}]},
+        {"env": [{"name": RUST, "value": "$(FROM_ELSEWHERE)"}]},
+        {"env": [{"name": RUST, "valueFrom": {"configMapKeyRef": {"name": "vllm", "key": "rust"}}}]},
         {"envFrom": [{"configMapRef": {"name": "vllm"}}]},
         {"command": ["env", f"{RUST}=0", "vllm", "serve", "m"], "args": None},
     ],
 )
-def test_an_engine_without_the_rust_front_end_is_injected(changes):
+def test_an_engine_whose_manifest_shows_no_rust_front_end_is_injected(changes):
+    """A value from elsewhere is checked when vLLM starts."""
     assert sidecar_of(injected(make_pod(make_engine(**changes))))
 
 
@@ -197,12 +200,30 @@ def test_a_pod_of_another_release_is_left_to_it():
     assert reason_of(pod) is Reason.OTHER_RELEASE
 
 
-def test_a_configuration_file_that_its_owner_vouches_for_is_no_obstacle():
-    pod = make_pod(
-        make_engine(args=["m", "--config", "/c.yaml"]), annotations={"context-cache.io/config-file": "trusted"}
-    )
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"command": ["/start.sh"]},
+        {"args": None},
+        {"command": ["sh", "-c", 'eval "vllm serve m $EXTRA_ARGS $@"'], "args": ["--"]},
+        {"args": ["m", "--config", "/c.yaml"]},
+    ],
+)
+def test_the_command_line_stays_and_vllm_adds_the_arguments_itself(changes):
+    """Seen failing: start scripts were left alone, and a script with `$EXTRA_ARGS` too."""
+    engine = make_engine(**changes)
+    after = injected(make_pod(engine))
 
-    assert engine_of(injected(pod))["args"][:3] == ["m", "--config", "/c.yaml"]
+    assert arguments_of(after) == list(ARGUMENTS)
+    assert {key: engine_of(after).get(key) for key in ("command", "args")} == {
+        key: engine.get(key) for key in ("command", "args")
+    }
+
+
+def test_kubernetes_replaces_nothing_in_the_arguments():
+    after = injected(make_pod(), make_parts(arguments=("$(HOME)",)))
+
+    assert '"$$(HOME)"' in next(item["value"] for item in engine_of(after)["env"] if item["name"] == ARGUMENTS_ENV)
 
 
 @pytest.mark.parametrize("volume", [SHM_VOLUME, {"name": "shm", "hostPath": {"path": "/dev/shm"}}])
@@ -268,6 +289,7 @@ def test_the_authors_env_stays_and_their_python_path_follows_ours():
     assert engine_of(after)["env"] == [
         {"name": "PYTHONPATH", "value": "/payload/start:/theirs"},
         {"name": "TURN_SIDECAR", "value": "unix:///x"},
+        {"name": ARGUMENTS_ENV, "value": json.dumps({"arguments": ARGUMENTS, "port": 8000, "https": False})},
     ]
 
 

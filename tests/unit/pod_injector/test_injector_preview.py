@@ -50,7 +50,7 @@ def test_a_plain_vllm_deployment_would_be_injected_by_the_webhooks_own_patch():
     ("name", "outcome"),
     [
         ("production-stack", "injected"),
-        ("kserve-llminferenceservice", "shell-script"),
+        ("kserve-llminferenceservice", "user"),
         ("llm-d-decode", "kv-connector"),
     ],
 )
@@ -70,17 +70,15 @@ def test_a_bare_pod_spec_in_a_custom_resource_has_the_resource_s_labels():
     }
     [preview] = seen(kserve)
 
-    assert (preview.owner, preview.outcome) == ("LLMInferenceService/llama", "shell-script")
+    assert (preview.owner, preview.outcome) == ("LLMInferenceService/llama", "user")
 
 
-def test_a_shell_script_that_starts_vllm_by_an_exec_is_injected_and_one_with_arguments_by_at_sign_is_not():
-    scripts = ["exec vllm serve m --port 8000", 'exec vllm serve m "$@"']
-    found = seen(
-        *(deployment({"containers": [make_engine(command=["sh", "-c", text], args=None)]}) for text in scripts)
-    )
+def test_kserves_preset_with_a_user_is_injected_and_the_rest_is_known_when_vllm_starts():
+    spec = theirs("kserve-llminferenceservice") | {"securityContext": {"runAsUser": 2000}}
+    [preview] = seen(deployment(spec))
 
-    assert [preview.outcome for preview in found] == ["injected", "shell-script"]
-    assert "$@" in found[1].text
+    assert (preview.outcome, preview.warns) == ("injected", True)
+    assert "port and KV connector are checked when vLLM starts" in preview.text
 
 
 def test_without_the_label_the_pod_is_left_alone_and_the_text_says_what_the_label_would_do():
