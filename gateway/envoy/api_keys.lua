@@ -1,6 +1,6 @@
--- Refuses a request without a known API key, as `gateway.auth` does. Before this file stand DIGESTS, the SHA-256 of all
--- keys in hex, sorted, without a separator, the LONGEST key in bytes, and what is answered: AUTHENTICATE, MISSING,
--- UNKNOWN, FAILED.
+-- Refuses a request without a known API key, by the rules of `gateway/tenants/keys.py`. `keys.py` puts constants before
+-- this text: DIGESTS (SHA-256 of all keys in hex, sorted, without separators), LONGEST (bytes of the longest key that is
+-- checked), and the parts of a refusal: AUTHENTICATE, MISSING, UNKNOWN, FAILED.
 
 local bit = require("bit")
 local band, bnot, bxor, ror, shr, tobit, tohex = bit.band, bit.bnot, bit.bxor, bit.ror, bit.rshift, bit.tobit, bit.tohex
@@ -71,7 +71,7 @@ local function sha256(text)
   return tohex(h1) .. tohex(h2) .. tohex(h3) .. tohex(h4) .. tohex(h5) .. tohex(h6) .. tohex(h7) .. tohex(h8)
 end
 
--- How long that takes says nothing about a key: what is compared is its hash.
+-- The duration reveals nothing about a key, because hashes are compared.
 local function is_known(digest)
   local low, high = 0, #DIGESTS / DIGEST_CHARS - 1
   while low <= high do
@@ -88,7 +88,7 @@ local function is_known(digest)
   return false
 end
 
--- Returns nil where there is no such header, and an empty key where there is none in it or more than one of it.
+-- Returns nil without such a header, and an empty key if the header is repeated or holds no key.
 local function key_in(headers, name, scheme)
   local count = headers:getNumValues(name)
   if count == 0 then
@@ -102,11 +102,11 @@ local function key_in(headers, name, scheme)
   return text:match("^%s*(.-)%s*$")
 end
 
--- Returns the body of a 401, nil where the key is known. Two headers must show the same key.
+-- Returns the body of a 401, or nil if the key is known. Two headers must hold the same key.
 local function refusal(headers)
   local bearer, own = key_in(headers, "authorization", "bearer"), key_in(headers, "x-api-key")
   local key = bearer or own or ""
-  -- A comma joins headers that were sent twice.
+  -- Envoy joins repeated headers by a comma.
   if (key == "" and (own or "") == "") or key:find(",", 1, true) then
     return MISSING
   elseif (own or key) ~= key or #key > KEY_BYTES_MAX or not is_known(sha256(key)) then
@@ -116,7 +116,7 @@ local function refusal(headers)
 end
 
 function envoy_on_request(handle)
-  -- Envoy lets a request pass whose script fails.
+  -- Envoy forwards a request whose script fails.
   local is_checked, found = pcall(refusal, handle:headers())
   if not is_checked then
     handle:logErr("the API key could not be checked")

@@ -50,7 +50,7 @@ EnvoyPath = Annotated[str, AfterValidator(_absolute)]
 class GatewayAddress(BaseModel):
     """One gateway process, or a DNS name of several."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -61,135 +61,93 @@ class GatewayAddress(BaseModel):
         http, _, ext_proc = value.partition(",")
         return {"http": http, "ext_proc": ext_proc}
 
-    http: Address = Field(description="Address of the gateway's HTTP front, which answers control calls.")
-    ext_proc: Address = Field(description="Address of the gateway's external processor (gRPC).")
+    http: Address
+    """Address of the gateway's HTTP front, which answers control calls."""
+    ext_proc: Address
+    """Address of the gateway's external processor (gRPC)."""
 
 
 class EnvoySettings(ProcessSettings):
     """Settings of one Envoy."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_prefix="ENVOY_")
+    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_prefix="ENVOY_", use_attribute_docstrings=True)
 
-    gateways: tuple[GatewayAddress, ...] = Field(
-        min_length=1, description='JSON list of the gateways, "host:http port,host:ext_proc port".'
-    )
-    pods: tuple[Address, ...] = Field(
-        min_length=1,
-        description="JSON list of vLLM pods, host:port. Envoy finds the pod that the gateway chose by IP and port. A "
-        "pod given by name therefore gets only requests without a chosen pod.",
-    )
-    listen_host: str = Field("127.0.0.1", description="Address to listen on.")
-    listen_port: int = Field(8000, ge=0, le=65535, description="Port to listen on. 0 takes a free port.")
-    admin_host: str = Field(
-        "127.0.0.1",
-        description="Address of Envoy's admin interface. Loopback only, because the interface can stop Envoy.",
-    )
-    admin_port: int = Field(9901, ge=0, le=65535, description="Port of Envoy's admin interface. 0 takes a free port.")
-    engine_paths: tuple[EngineCall, ...] = Field(
-        (),
-        description='Calls besides inference that reach the engine, such as "GET /version". Must equal '
-        "GATEWAY_ENGINE_PATHS.",
-    )
-    cors_origins: tuple[CorsOrigin, ...] = Field(
-        (), description="Origins whose pages may call from a browser. Must equal GATEWAY_CORS_ORIGINS. Empty: none."
-    )
-    fail_open_stateless: bool = Field(
-        True,
-        description="Serve requests without a context while every gateway is down. Without api_keys_file Envoy then "
-        "serves them without a key.",
-    )
-    max_body_bytes: int = Field(
-        32 << 20,
-        gt=0,
-        le=1 << 30,
-        description="Largest request body in bytes. Must equal GATEWAY_MAX_BODY_BYTES. A larger body gets a 413.",
-    )
-    max_heap_bytes: int = Field(
-        2 << 30,
-        ge=1 << 28,
-        description="Memory of Envoy in bytes. Near this limit Envoy answers new requests with 503.",
-    )
-    max_connections: int = Field(20_000, gt=0, description="Client connections at one time. Envoy closes further ones.")
-    max_requests: int = Field(
-        10_000, gt=0, description="Requests at one time to each cluster. Further requests get a 503."
-    )
-    trusted_hops: int = Field(
-        0, ge=0, description="Number of trusted proxies in front of Envoy that set X-Forwarded-For."
-    )
-    plugin_timeout_s: float = Field(
-        5.0,
-        gt=0,
-        description="Seconds that the gateway has to answer one message. Must exceed 2 s, the deadline of a call of "
-        "the context manager.",
-    )
-    connect_timeout_s: float = Field(1.0, gt=0, description="Seconds to connect to a gateway or a pod.")
-    upload_timeout_s: float = Field(300.0, gt=0, description="Seconds that a client has to send a whole request.")
-    idle_timeout_s: float = Field(
-        600.0,
-        gt=0,
-        description="Seconds without a byte of an answer. Must cover a long prompt, and a whole answer without a "
-        "stream.",
-    )
-    total_timeout_s: float = Field(3600.0, gt=0, description="Maximum duration of an answer in seconds.")
-    drain_delay_s: int = Field(
-        1,
-        ge=0,
-        description="Seconds from SIGTERM until the port closes. Meanwhile admin /ready answers 503, and each answer "
-        "closes its connection.",
-    )
-    drain_timeout_s: float = Field(
-        600.0, ge=0, description="Seconds that running requests have to finish after the port closed."
-    )
-    tls_cert_file: EnvoyPath = Field(
-        "",
-        description="PEM certificate chain that Envoy shows to gateways and pods. Empty, with the next two settings: "
-        "no TLS to them.",
-    )
-    tls_key_file: EnvoyPath = Field("", description="PEM private key of that certificate, in the same folder.")
-    tls_ca_file: EnvoyPath = Field(
-        "", description="PEM certificates of the CAs that sign the certificates of gateways and pods."
-    )
-    tls_server_name: str = Field(
-        "context-cache", min_length=1, description="Name in every part's certificate, whatever the part's address."
-    )
-    listen_cert_file: EnvoyPath = Field(
-        "", description="PEM certificate chain shown to clients. With its key it enables HTTPS. Empty: plain HTTP."
-    )
-    listen_key_file: EnvoyPath = Field("", description="PEM private key of that certificate, in the same folder.")
-    config_dir: EnvoyPath = Field(
-        "/etc/context-cache/envoy",
-        min_length=1,
-        description="Folder for Envoy's files: envoy.json, the SDS files that name its certificates, and the keys.",
-    )
-    api_keys_file: EnvoyPath = Field(
-        "",
-        description="JSON file of key hashes and tenants, the same as GATEWAY_API_KEYS_FILE. Envoy checks API keys "
-        "with it and follows its changes. Empty: Envoy checks no keys.",
-    )
-    metrics_listen: Annotated[str, AfterValidator(lambda text: text and _address(text))] = Field(
-        "",
-        description="host:port where Envoy answers /stats/prometheus, /ready and /healthz without TLS. Empty: none.",
-    )
-    traces_endpoint: str = Field(
-        "", description="OTLP/gRPC address of a trace collector, http://host:4317 or https://…. Empty: no traces."
-    )
-    traces_sample_ratio: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="Share of the traces that start here and are kept, 0 to 1. The caller decides for traces that it "
-        "starts.",
-    )
-    traces_ca_file: EnvoyPath = Field(
-        "/etc/ssl/certs/ca-certificates.crt",
-        description="PEM certificates of the CAs that sign the certificate of a https:// collector.",
-    )
-    access_log: str = Field("/dev/stdout", description="File of the access log in JSON lines. Empty: none.")
-    log_level: str = Field(
-        "INFO",
-        description="Log level of the process that writes the bootstrap and drains Envoy. It does not change Envoy's "
-        "own log.",
-    )
+    gateways: tuple[GatewayAddress, ...] = Field(min_length=1)
+    """JSON list of the gateways, "host:http port,host:ext_proc port"."""
+    pods: tuple[Address, ...] = Field(min_length=1)
+    """JSON list of vLLM pods, host:port. Envoy finds the pod that the gateway chose by IP and port. A pod given by
+    name therefore gets only requests without a chosen pod."""
+    listen_host: str = "127.0.0.1"
+    """Address to listen on."""
+    listen_port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on. 0 takes a free port."""
+    admin_host: str = "127.0.0.1"
+    """Address of Envoy's admin interface. Loopback only, because the interface can stop Envoy."""
+    admin_port: int = Field(9901, ge=0, le=65535)
+    """Port of Envoy's admin interface. 0 takes a free port."""
+    engine_paths: tuple[EngineCall, ...] = ()
+    """Calls besides inference that reach the engine, such as "GET /version". Must equal GATEWAY_ENGINE_PATHS."""
+    cors_origins: tuple[CorsOrigin, ...] = ()
+    """Origins whose pages may call from a browser. Must equal GATEWAY_CORS_ORIGINS. Empty: none."""
+    fail_open_stateless: bool = True
+    """Serve requests without a context while every gateway is down. Without api_keys_file Envoy then serves them
+    without a key."""
+    max_body_bytes: int = Field(32 << 20, gt=0, le=1 << 30)
+    """Largest request body in bytes. Must equal GATEWAY_MAX_BODY_BYTES. A larger body gets a 413."""
+    max_heap_bytes: int = Field(2 << 30, ge=1 << 28)
+    """Memory of Envoy in bytes. Near this limit Envoy answers new requests with 503."""
+    max_connections: int = Field(20_000, gt=0)
+    """Client connections at one time. Envoy closes further ones."""
+    max_requests: int = Field(10_000, gt=0)
+    """Requests at one time to each cluster. Further requests get a 503."""
+    trusted_hops: int = Field(0, ge=0)
+    """Number of trusted proxies in front of Envoy that set X-Forwarded-For."""
+    plugin_timeout_s: float = Field(5.0, gt=0)
+    """Seconds that the gateway has to answer one message. Must exceed 2 s, the deadline of a call of the context
+    manager."""
+    connect_timeout_s: float = Field(1.0, gt=0)
+    """Seconds to connect to a gateway or a pod."""
+    upload_timeout_s: float = Field(300.0, gt=0)
+    """Seconds that a client has to send a whole request."""
+    idle_timeout_s: float = Field(600.0, gt=0)
+    """Seconds without a byte of an answer. Must cover a long prompt, and a whole answer without a stream."""
+    total_timeout_s: float = Field(3600.0, gt=0)
+    """Maximum duration of an answer in seconds."""
+    drain_delay_s: int = Field(1, ge=0)
+    """Seconds from SIGTERM until the port closes. Meanwhile admin /ready answers 503, and each answer closes its
+    connection."""
+    drain_timeout_s: float = Field(600.0, ge=0)
+    """Seconds that running requests have to finish after the port closed."""
+    tls_cert_file: EnvoyPath = ""
+    """PEM certificate chain that Envoy shows to gateways and pods. Empty, with the next two settings: no TLS to
+    them."""
+    tls_key_file: EnvoyPath = ""
+    """PEM private key of that certificate, in the same folder."""
+    tls_ca_file: EnvoyPath = ""
+    """PEM certificates of the CAs that sign the certificates of gateways and pods."""
+    tls_server_name: str = Field("context-cache", min_length=1)
+    """Name in every part's certificate, whatever the part's address."""
+    listen_cert_file: EnvoyPath = ""
+    """PEM certificate chain shown to clients. With its key it enables HTTPS. Empty: plain HTTP."""
+    listen_key_file: EnvoyPath = ""
+    """PEM private key of that certificate, in the same folder."""
+    config_dir: EnvoyPath = Field("/etc/context-cache/envoy", min_length=1)
+    """Folder for Envoy's files: envoy.json, the SDS files that name its certificates, and the keys."""
+    api_keys_file: EnvoyPath = ""
+    """JSON file of key hashes and tenants, the same as GATEWAY_API_KEYS_FILE. Envoy checks API keys with it and
+    follows its changes. Empty: Envoy checks no keys."""
+    metrics_listen: Annotated[str, AfterValidator(lambda text: text and _address(text))] = ""
+    """host:port where Envoy answers /stats/prometheus, /ready and /healthz without TLS. Empty: none."""
+    traces_endpoint: str = ""
+    """OTLP/gRPC address of a trace collector, http://host:4317 or https://…. Empty: no traces."""
+    traces_sample_ratio: float = Field(0.1, ge=0, le=1)
+    """Share of the traces that start here and are kept, 0 to 1. The caller decides for traces that it starts."""
+    traces_ca_file: EnvoyPath = "/etc/ssl/certs/ca-certificates.crt"
+    """PEM certificates of the CAs that sign the certificate of a https:// collector."""
+    access_log: str = "/dev/stdout"
+    """File of the access log in JSON lines. Empty: none."""
+    log_level: str = "INFO"
+    """Log level of the process that writes the bootstrap and drains Envoy. It does not change Envoy's own log."""
 
     @property
     def listen_address(self) -> str:
