@@ -58,7 +58,7 @@ class Caller:
     """True: the key may read the deployment, and the usage of any tenant."""
 
 
-class _Key(BaseModel):
+class _KeyEntry(BaseModel):
     """One entry of the key file."""
 
     sha256: str = Field(pattern=r"^[0-9a-fA-F]{64}$")
@@ -187,7 +187,7 @@ def _read_callers(path: Path) -> dict[bytes, Caller]:
     known: dict[Caller, Caller] = {}
     for number, entry in enumerate(entries, start=1):
         try:
-            key = _Key.model_validate(entry)
+            key = _KeyEntry.model_validate(entry)
         except ValidationError as exc:
             first = exc.errors(include_input=False)[0]
             where = ".".join(map(str, first["loc"]))
