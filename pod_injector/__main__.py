@@ -1,4 +1,4 @@
-"""`context-cache injector`: the webhook. `context-cache injector payload DIR`: fill an injected pod's volumes."""
+"""`context-cache injector`: the webhook. `context-cache injector payload DIR`: copies the plugin for injected pods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PURPOSE = (
 
 
 def main() -> None:
-    """Run as a program: exit 2 for settings that cannot be right, 1 when a port or a file cannot be had."""
+    """Run as a program: exit 2 for wrong settings, 1 if a port or a file is unusable."""
     if sys.argv[1:2] == ["payload"]:
         _payload(sys.argv[2:])
         return

@@ -17,10 +17,8 @@ from pod_injector.payload_start.context_cache_start import (
     API_SERVER,
     COMMAND_LINE,
     RUST_FRONT_END_ENV,
-    asks_for_rust,
     read_options,
     refusal,
-    rust_refusal,
 )
 
 CONTAINER_ANNOTATION = "context-cache.io/container"
@@ -72,17 +70,16 @@ def check_written(container: Mapping[str, Any], parts: PatchParts) -> None:
 
     A value with a variable of Kubernetes, `$(NAME)`, is known only when vLLM starts.
     """
-    env = [item for item in container.get("env") or [] if item["name"] == RUST_FRONT_END_ENV][-1:]
-    values = [str(item.get("value", "")) for item in env if "valueFrom" not in item]
-    refused = rust_refusal() if any("$(" not in value and asks_for_rust(value) for value in values) else None
+    env = {item["name"]: str(item.get("value", "")) for item in container.get("env") or []}
+    rust = env.get(RUST_FRONT_END_ENV, "")
     words = written_arguments(container)
-    if refused is None and words is not None:
-        options = read_options(words)
-        if "config" in options:
-            options.setdefault("port", str(parts.port))  # the file may set it
-        refused = refusal(options, port=parts.port, https=parts.https)
-    if refused is not None:
-        raise NotInjected(Reason(refused[0]), refused[1])
+    options = {"port": str(parts.port)} if words is None else read_options(words)
+    if "config" in options:
+        options.setdefault("port", str(parts.port))  # the file may set it
+    found = refusal(options, rust="" if "$(" in rust else rust, port=parts.port, https=parts.https)
+    if found is not None:
+        reason, message = found
+        raise NotInjected(Reason(reason), message)
 
 
 def sidecar_user(pod: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[int, int | None] | None:

@@ -1,7 +1,7 @@
 """Finds pod templates in Kubernetes manifests: YAML of any kind of object, several documents, hostile ones too. Pure.
 
-Bounded before anything is built: bytes by `BYTES_MAX`, and values by `_VALUES_MAX` as they are once each alias is
-written out. A file of a kilobyte can stand for gigabytes otherwise.
+Bounds apply before any value is built: `BYTES_MAX` for the file, `_VALUES_MAX` for its values with each alias written
+out. With aliases, a file of a kilobyte may stand for gigabytes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import yaml
 
 BYTES_MAX = 1 << 20
-"""Bytes of one file. The API server takes objects up to 1.5 MiB, and a Deployment has some kilobytes."""
+"""Maximum bytes of one file. The API server takes objects up to 1.5 MiB, and a Deployment has some kilobytes."""
 _VALUES_MAX = 100_000
-"""Values of one file, each alias counted as a copy."""
+"""Maximum number of values of one file. Each alias counts as a copy."""
 
 
 class UnreadableManifest(ValueError):
-    """The file is no YAML, has no object, or is larger than a manifest may be."""
+    """The file is not YAML, has no object, or exceeds a bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class PodTemplate:
     owner: str
     """Kind and name of the object that holds it, such as `Deployment/llama`."""
     namespace: str
-    """Namespace in the manifest; empty: it names none."""
+    """Namespace in the manifest; empty if it names none."""
     pod: dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """YAML as kubectl reads it: a date is a text, because JSON has none."""
+    """YAML as kubectl reads it: a date is a text, because JSON has no dates."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -71,7 +71,7 @@ def _documents(text: str) -> Iterator[dict[str, Any]]:
             node = loader.get_node()
             number += 1
             left = _without(left, node)
-            # Through JSON, so that aliases are copies and keys are texts.
+            # JSON makes aliases copies, and keys texts.
             document = json.loads(json.dumps(loader.construct_document(node)))
             if isinstance(document, dict):
                 yield document
@@ -82,7 +82,7 @@ def _documents(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _without(left: int, node: yaml.Node) -> int:
-    """Return how many values are left after a document's. Raises UnreadableManifest: too many, or without end."""
+    """Return `left` less the values of a document. Raises UnreadableManifest for too many or endless values."""
     found = [node]
     while found:
         left -= 1
@@ -97,7 +97,7 @@ def _without(left: int, node: yaml.Node) -> int:
 
 
 def _of_object(document: dict[str, Any]) -> Iterator[PodTemplate]:
-    if isinstance(document.get("items"), list):  # what `kubectl get -o yaml` prints
+    if isinstance(document.get("items"), list):  # as `kubectl get -o yaml` prints
         for item in document["items"]:
             if isinstance(item, dict):
                 yield from _of_object(item)
@@ -105,14 +105,14 @@ def _of_object(document: dict[str, Any]) -> Iterator[PodTemplate]:
     metadata = _mapping(document.get("metadata"))
     owner = f"{document.get('kind', 'object')}/{metadata.get('name') or metadata.get('generateName') or 'unnamed'}"
     for parent, spec in _pod_specs(document, document):
-        # A custom resource that holds a bare pod spec hands its own labels on.
+        # A custom resource with a bare pod spec passes its own labels on to the pod.
         of_pod = parent.get("metadata", {}) if parent.get("spec") is spec else metadata
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": of_pod, "spec": spec}
         yield PodTemplate(owner, str(metadata.get("namespace") or ""), pod)
 
 
 def _pod_specs(value: Any, parent: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield each pod spec below a value, with the mapping that holds it: what has a list of containers is one."""
+    """Yield each pod spec below a value, with its parent. Every mapping with a list of containers is a pod spec."""
     if isinstance(value, list):
         for part in value:
             yield from _pod_specs(part, parent)

@@ -1,4 +1,4 @@
-"""Every metric of the injector. Labels are closed sets."""
+"""Metrics of the injector. Labels are closed sets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class InjectorMetrics:
-    """Counters, gauges and histograms, registered with the registry they are given."""
+    """Counters, gauges and histograms in a registry that is passed in."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry

@@ -1,4 +1,4 @@
-"""What is put into a pod, as the chart wrote it: the same text its own engine Deployment is made of."""
+"""The additions to a pod, as the chart writes them from the templates of its own engine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 _PREFIX = "context-cache-"
+_DEFAULTS = Path(__file__).with_name("default_parts.json")
 
 
 class PatchParts(BaseModel):
-    """The file of `INJECTOR_PARTS_FILE`. Objects are Kubernetes' own, not looked into more than needed."""
+    """Content of `INJECTOR_PARTS_FILE`. Kubernetes' own objects are checked only as far as the injector reads them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -26,13 +27,21 @@ class PatchParts(BaseModel):
     volumes: tuple[dict[str, Any], ...] = Field(description="Volumes of payload, sidecar and engine.")
     env: tuple[dict[str, Any], ...] = Field(description="Env items of the engine.")
     mounts: tuple[dict[str, Any], ...] = Field(description="Volume mounts of the engine.")
-    arguments: tuple[str, ...] = Field(description="Arguments appended to vLLM's command line.")
+    arguments: tuple[str, ...] = Field(description="Arguments that vLLM's process adds to its own.")
     python_path: str = Field(min_length=1, description="Directory put before PYTHONPATH.")
     image_pull_secrets: tuple[str, ...] = Field((), description="Names of the pull Secrets of the payload's image.")
 
 
+def default_parts() -> PatchParts:
+    """Return the parts of a release with the chart's default values, as far as they decide about a pod.
+
+    They serve a preview without a release. The image's registry does not exist, and resources and probes are absent.
+    """
+    return read_parts(_DEFAULTS)
+
+
 def read_parts(path: Path) -> PatchParts:
-    """Return the parts in a file. Raises ValueError that says what is wrong with it, OSError."""
+    """Return the parts in a file. Raises OSError, or ValueError that names each fault."""
     try:
         return with_own_names(PatchParts.model_validate(json.loads(path.read_bytes())))
     except ValidationError as exc:
@@ -43,18 +52,14 @@ def read_parts(path: Path) -> PatchParts:
 
 
 def with_own_names(parts: PatchParts) -> PatchParts:
-    """Return the parts with volumes whose names no pod has by chance: the chart's own engine calls one `tls`."""
+    """Return the parts with prefixed names of volumes: the chart's engine has common ones, such as `tls`."""
 
-    def named(items: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-        return tuple({**item, "name": _own_name(item["name"])} for item in items)
+    def named(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**item, "name": _PREFIX + item["name"].removeprefix(_PREFIX)} for item in items]
 
-    def mounting(container: dict[str, Any]) -> dict[str, Any]:
-        return {**container, "volumeMounts": list(named(container.get("volumeMounts") or []))}
-
-    changed = {"volumes": named(parts.volumes), "mounts": named(parts.mounts)}
-    containers = {"payload": mounting(parts.payload), "sidecar": mounting(parts.sidecar)}
-    return parts.model_copy(update={**changed, **containers})
-
-
-def _own_name(name: str) -> str:
-    return name if name.startswith(_PREFIX) else f"{_PREFIX}{name}"
+    containers = {
+        key: {**container, "volumeMounts": named(container.get("volumeMounts") or [])}
+        for key, container in (("payload", parts.payload), ("sidecar", parts.sidecar))
+    }
+    volumes = {"volumes": tuple(named(parts.volumes)), "mounts": tuple(named(parts.mounts))}
+    return parts.model_copy(update=containers | volumes)

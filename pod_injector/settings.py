@@ -1,4 +1,4 @@
-"""How the injector is configured: `INJECTOR_…` variables, read in `__main__` only."""
+"""Settings of the injector: `INJECTOR_…` variables, read in `__main__` only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextcache.process.settings import ProcessSettings
 
 
 class InjectorSettings(ProcessSettings):
-    """Everything an injector can be told. Its certificate is for the API server, not that of mutual TLS."""
+    """One injector. Its certificate is for the API server, unlike that of mutual TLS."""
 
     model_config = SettingsConfigDict(env_prefix="INJECTOR_", frozen=True, extra="ignore")
 

@@ -55,7 +55,7 @@ class _Injector:
         # The injector logs a traceback for a pod that it cannot read; here the finding is enough.
         logging.getLogger(_INJECTOR).addHandler(logging.NullHandler())
         try:
-            self.default_parts: Any = importlib.import_module(f"{_INJECTOR}.default_parts").default_parts
+            self.default_parts: Any = importlib.import_module(f"{_INJECTOR}.parts").default_parts
             self.read_parts: Any = importlib.import_module(f"{_INJECTOR}.parts").read_parts
             self.previews: Any = importlib.import_module(f"{_INJECTOR}.preview").previews
             self.bytes_max: int = importlib.import_module(f"{_INJECTOR}.manifests").BYTES_MAX

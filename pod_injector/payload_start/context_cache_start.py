@@ -52,31 +52,33 @@ def add_arguments(argv: list[str], orig_argv: Sequence[str], environ: Mapping[st
     _report("added" if refused is None else refused[0], environ)
 
 
-def refusal(options: Mapping[str, str], *, port: int, https: bool) -> tuple[str, str] | None:
-    """Return reason and message if the release could not reach this vLLM, or if it has a KV connector.
+def refusal(options: Mapping[str, str], *, rust: str, port: int, https: bool) -> tuple[str, str] | None:
+    """Return reason and message if the release could not use this vLLM; None if it could.
 
-    `port`: port of every engine of the release; `https`: the added arguments contain a certificate.
+    `rust`: value of RUST_FRONT_END_ENV; `port`: port of every engine of the release; `https`: the added arguments
+    contain a certificate.
     """
     given = {name.partition(".")[0] for name in options}
 
     def first(names: Sequence[str]) -> str | None:
         return next((name for name in names if name in given), None)
 
-    host = options.get("host", "")
-    listens_on = options.get("port", _DEFAULT_PORT)
-    if name := first(_CONNECTORS):
-        return "kv-connector", f"the engine already has a KV connector (--{name})"
-    if name := first(_OTHER_SERVERS):
-        return "server", f"with --{name} vLLM serves no HTTP on a port of this pod"
-    if name := first(_CERTIFICATES):
-        scheme = "the release adds another certificate" if https else "the release's gateway sends HTTP"
-        return "server", f"the engine has its own certificate (--{name}), but {scheme}"
-    if host == "localhost" or _is_loopback(host):
-        return "server", f"the engine listens on {host} only"
-    if listens_on.isdecimal() and int(listens_on) != port:
-        message = f"the engine listens on {listens_on}, but the release expects {port} (value discovery.port)"
-        return "port", message
-    return None
+    connector, server, certificate = first(_CONNECTORS), first(_OTHER_SERVERS), first(_CERTIFICATES)
+    host, listens_on = options.get("host", ""), options.get("port", _DEFAULT_PORT)
+    release = "the release adds another certificate" if https else "the release's gateway sends HTTP"
+    obstacles = (
+        (_is_on(rust), "rust-frontend", f"vLLM's Rust front end takes no --middleware: remove {RUST_FRONT_END_ENV}"),
+        (connector, "kv-connector", f"the engine already has a KV connector (--{connector})"),
+        (server, "server", f"with --{server} vLLM serves no HTTP on a port of this pod"),
+        (certificate, "server", f"the engine has its own certificate (--{certificate}), but {release}"),
+        (host == "localhost" or _is_loopback(host), "server", f"the engine listens on {host} only"),
+        (
+            listens_on.isdecimal() and int(listens_on) != port,
+            "port",
+            f"the engine listens on {listens_on}, but the release expects {port} (value discovery.port)",
+        ),
+    )
+    return next(((reason, message) for applies, reason, message in obstacles if applies), None)
 
 
 def read_options(words: Sequence[str]) -> dict[str, str]:
@@ -91,20 +93,6 @@ def read_options(words: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def asks_for_rust(value: str) -> bool:
-    """Return whether a value of RUST_FRONT_END_ENV turns the Rust front end on: `bool(int(value))` in vLLM 0.32."""
-    try:
-        return bool(value.strip()) and int(value) != 0
-    except ValueError:
-        return True
-
-
-def rust_refusal() -> tuple[str, str]:
-    """Return reason and message for an engine with vLLM's Rust front end, which would refuse our arguments."""
-    message = f"vLLM's Rust front end takes no --middleware, which context-cache needs: remove {RUST_FRONT_END_ENV}"
-    return "rust-frontend", message
-
-
 def _engine_words(argv: Sequence[str], orig_argv: Sequence[str]) -> list[str] | None:
     """Return vLLM's arguments if this process is its API server; None for any other process."""
     # With `-m`, sys.argv has no module name until the module runs. The option may be joined: `-um NAME`, `-mNAME`.
@@ -117,15 +105,13 @@ def _engine_words(argv: Sequence[str], orig_argv: Sequence[str]) -> list[str] | 
 def _refusal_at_start(
     words: Sequence[str], environ: Mapping[str, str], *, port: int, https: bool
 ) -> tuple[str, str] | None:
-    if asks_for_rust(environ.get(RUST_FRONT_END_ENV, "")):
-        return rust_refusal()
     options = read_options(words)
     if "config" in options:
         try:
             options = _file_options(options["config"]) | options
         except Exception as exc:  # noqa: BLE001  # vLLM says what is wrong with its file
             return "config-file", f"the file of --config is unreadable: {type(exc).__name__}"
-    return refusal(options, port=port, https=https)
+    return refusal(options, rust=environ.get(RUST_FRONT_END_ENV, ""), port=port, https=https)
 
 
 def _file_options(path: str) -> dict[str, str]:
@@ -149,3 +135,11 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _is_on(value: str) -> bool:
+    """Return whether vLLM reads an env value as true: `bool(int(value))` in vLLM 0.32 envs.py."""
+    try:
+        return bool(value.strip()) and int(value) != 0
+    except ValueError:
+        return True

@@ -10,8 +10,7 @@ import kubernetes_validate
 import pytest
 
 from deploy.chart.tools import HELM_3, HELM_4
-from pod_injector.default_parts import default_parts
-from pod_injector.parts import read_parts
+from pod_injector.parts import default_parts, read_parts
 from pod_injector.pod_patch import injection_patch
 from pod_injector.settings import InjectorSettings
 from tests.chart.rendering import Release, render

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pod_injector.default_parts import default_parts
 from pod_injector.manifests import BYTES_MAX, UnreadableManifest, pod_templates
+from pod_injector.parts import default_parts
 from pod_injector.pod_patch import injection_patch
 from pod_injector.preview import previews
 from tests.unit.pod_injector.pods import apply_patch, make_engine, make_pod
