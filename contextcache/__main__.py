@@ -1,7 +1,7 @@
 """`context-cache`: the command line for contexts and for `doctor`, and `serve` for every process.
 
-`context-cache serve gateway` is `python -m gateway`. Only the named part is loaded: a part needs no other part's
-dependencies, and the command line needs none of them.
+`context-cache serve gateway` equals `python -m gateway`. It loads only that process, so it needs no other process's
+dependencies. The command line needs none of them.
 """
 
 from __future__ import annotations

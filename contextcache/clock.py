@@ -1,4 +1,4 @@
-"""Time as a thing one is given: `SystemClock` in processes, `ManualClock` in tests."""
+"""Injected time: `SystemClock` in processes, `ManualClock` in tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall-clock milliseconds; lives, leases and expiries compare across machines, so it is not monotonic."""
+    """Wall-clock milliseconds. Not monotonic, because TTLs, leases and expiries compare across machines."""
 
     def now_ms(self) -> int:
         """Return Unix time in ms."""
@@ -23,7 +23,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to."""
+    """A clock that moves only by `advance`."""
 
     def __init__(self, now_ms: int = 1_700_000_000_000) -> None:
         self._now_ms = now_ms

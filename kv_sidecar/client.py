@@ -21,7 +21,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
 from contextcache.wire.messages import message_of, value_of
-from contextcache.wire.rpc import CHANNEL_OPTIONS, GRACE_S, LateCallError, error_from_rpc, within
+from contextcache.wire.rpc import CHANNEL_OPTIONS, GRACE_S, error_from_rpc, late_call, within
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
 from kv_sidecar.format.block_file import (
@@ -365,7 +365,7 @@ class EngineSidecarClient:
             except grpc.FutureTimeoutError as exc:
                 call.cancel()
                 self._leave(line)
-                raise LateCallError from exc
+                raise late_call() from exc
             if error is not None:
                 raise error_from_rpc(error, unavailable=SidecarUnavailable) from error
             answer: Answer = call.result()

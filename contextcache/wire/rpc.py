@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from typing_extensions import override
 
 from contextcache.errors import ERRORS_BY_CODE, ContextCacheError
 
@@ -80,36 +79,20 @@ than the socket's buffer.
 """
 
 
-class LateCallError(grpc.RpcError):
-    """A call that gRPC did not end at its deadline; its caller stopped waiting."""
-
-    @override
-    def code(self) -> grpc.StatusCode:
-        """Return DEADLINE_EXCEEDED, as gRPC does for other late calls."""
-        return grpc.StatusCode.DEADLINE_EXCEEDED
-
-    @override
-    def details(self) -> str:
-        """Return the reason."""
-        return "the request was not sent before its deadline"
-
-    @override
-    def trailing_metadata(self) -> tuple[Any, ...]:
-        """Return no metadata: the server sent none."""
-        return ()
-
-    @override
-    def __str__(self) -> str:
-        return self.details()
+def late_call() -> grpc.aio.AioRpcError:
+    """Return the error of a call that gRPC did not end at its deadline."""
+    none = grpc.aio.Metadata()
+    details = "the request was not sent before its deadline"
+    return grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, none, none, details=details)
 
 
 async def within(call: Awaitable[Answer], timeout_s: float) -> Answer:
-    """Return a call's answer; `timeout_s` is its deadline. Raises LateCallError `GRACE_S` later."""
+    """Return a call's answer; `timeout_s` is its deadline. Raises `late_call` after `GRACE_S` more."""
     try:
         async with asyncio.timeout(timeout_s + GRACE_S):
             return await call
     except TimeoutError as exc:
-        raise LateCallError from exc
+        raise late_call() from exc
 
 
 def error_from_rpc(exc: grpc.RpcError, *, unavailable: type[ContextCacheError]) -> ContextCacheError:
@@ -117,8 +100,7 @@ def error_from_rpc(exc: grpc.RpcError, *, unavailable: type[ContextCacheError]) 
 
     Raise it `from exc`. gRPC's text of a failed connection names inner addresses, so only `cause_of` returns it.
     """
-    pairs: Any = exc.trailing_metadata() or ()
-    metadata: dict[str, str | bytes] = dict(pairs)
+    metadata = _metadata(exc)
     code = metadata.get(CODE_KEY)
     error_class = ERRORS_BY_CODE.get(code) if isinstance(code, str) else None
     if error_class is None:
@@ -132,10 +114,7 @@ def error_from_rpc(exc: grpc.RpcError, *, unavailable: type[ContextCacheError]) 
 def is_unanswered(error: ContextCacheError) -> bool:
     """Return whether a call failed without an answer of the server."""
     cause = error.__cause__
-    if not isinstance(cause, grpc.RpcError):
-        return False
-    pairs: Any = cause.trailing_metadata() or ()
-    return CODE_KEY not in dict(pairs)
+    return isinstance(cause, grpc.RpcError) and CODE_KEY not in _metadata(cause)
 
 
 def is_late(error: ContextCacheError) -> bool:
@@ -159,6 +138,11 @@ def error_metadata(error: ContextCacheError) -> tuple[tuple[str, str | bytes], .
     """Return the trailing metadata from which the client raises the same error."""
     detail = json.dumps({"param": error.param, "retry_after_s": error.retry_after_s}).encode()
     return ((CODE_KEY, error.code), (DETAIL_KEY, detail), _ANSWERED)
+
+
+def _metadata(exc: grpc.RpcError) -> dict[str, str | bytes]:
+    pairs: Any = exc.trailing_metadata() or ()
+    return dict(pairs)
 
 
 def _detail(raw: str | bytes | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from contextcache.errors import ContextCacheError, SidecarUnavailable, StoreUnav
 from contextcache.model import HeldCacheRef
 from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from contextcache.wire.rpc import LateCallError, error_from_rpc, is_late, is_unanswered
+from contextcache.wire.rpc import error_from_rpc, is_late, is_unanswered, late_call
 from kv_sidecar.client import EngineSidecarClient, KVSidecarClient
 from kv_sidecar.moving.peer import PeerSidecar
 from kv_sidecar.orphans import ManagerQuestions
@@ -225,6 +225,6 @@ async def test_a_sidecar_s_question_to_a_stopped_manager_ends_by_its_deadline(se
 
 
 def test_a_late_call_s_error_reads_as_grpc_s_own() -> None:
-    error = error_from_rpc(LateCallError(), unavailable=SidecarUnavailable)
+    error = error_from_rpc(late_call(), unavailable=SidecarUnavailable)
     assert "deadline_exceeded" in error.message
-    assert LateCallError().code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert late_call().code() is grpc.StatusCode.DEADLINE_EXCEEDED
