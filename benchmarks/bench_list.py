@@ -14,21 +14,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import redis
+from prometheus_client import CollectorRegistry
 
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
+from context_manager.layout import expiry_key, member, session_key, tenant_key
+from context_manager.limits import SessionKey
+from context_manager.manager import ContextCacheManager
+from context_manager.metrics import ManagerMetrics
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_layout import expiry_key, member, session_key, tenant_key
-from context_manager.redis_store import RedisSessionStore
-from context_manager.session_row import new_row, row_to_fields
-from context_manager.store import SessionKey
+from context_manager.row import stored_fields
 from contextcache.errors import StoreUnavailable
-from contextcache.model import NewSession, SessionState
+from contextcache.model import NewSession
 from contextcache.names import shard_of
 from deploy.local.progress import say
 from deploy.local.table import render
@@ -56,7 +57,7 @@ def main() -> int:
         processes.start_valkey()
         now_ms = round(time.time() * 1000)
         _fill(processes.port("valkey"), options.sessions, now_ms)
-        rows = asyncio.run(_measured(f"redis://{processes.address('valkey')}/0", options.repeats, now_ms))
+        rows = asyncio.run(_measured(f"redis://{processes.address('valkey')}/0", options.repeats))
     before = {row["call"]: row for row in json.loads(options.before.read_text())["rows"]} if options.before else {}
     for row in rows:
         row["before"] = {key: before[row["call"]][key] for key in ("cpu_ms", "wall_ms")} if before else None
@@ -79,31 +80,32 @@ def _fill(port: int, num_sessions: int, now_ms: int) -> None:
 def _add(pipeline: Any, number: int, created_at_ms: int) -> None:
     model = "rare" if number % 10_000 == 7 else "tenth" if number % 10 == 3 else "usual"
     new = NewSession(TENANT, f"ctx_{number:032x}", model, ttl_s=86_400, metadata={"customer": "a" * 32})
-    row = new_row(new, lease_id="", lease_ttl_ms=0, now_ms=created_at_ms)
-    row = replace(row, session=replace(row.session, state=SessionState.READY, generation=1, holder="pod-1"))
+    expires_at_ms = created_at_ms + new.ttl_s * 1000
+    fields = stored_fields(new) | {"state": "ready", "generation": 1, "holder": "pod-1", "holders": "pod-1"}
+    fields |= {"created_at_ms": created_at_ms, "expires_at_ms": expires_at_ms}
     key = SessionKey(TENANT, new.session_id)
     shard = shard_of(TENANT, new.session_id)
-    pipeline.hset(session_key(key), mapping=row_to_fields(row))
-    pipeline.zadd(expiry_key(shard), {member(key): row.due_at_ms})
+    pipeline.hset(session_key(key), mapping=fields)
+    pipeline.zadd(expiry_key(shard), {member(key): expires_at_ms})
     pipeline.zadd(tenant_key(shard, TENANT), {new.session_id: created_at_ms})
 
 
-async def _measured(url: str, repeats: int, now_ms: int) -> list[dict[str, Any]]:
+async def _measured(url: str, repeats: int) -> list[dict[str, Any]]:
     connection = RedisConnection(url, timeout_s=120.0, max_connections=8)
-    store = RedisSessionStore(connection, tombstone_s=3600)
+    manager = ContextCacheManager(connection, metrics=ManagerMetrics(CollectorRegistry()))
     rows = []
     for call, page in CALLS.items():
-        taken = [await _timed(store, page, now_ms) for _ in range(repeats + 1)][1:]
+        taken = [await _timed(manager, page) for _ in range(repeats + 1)][1:]
         cpu_ms, wall_ms = (round(statistics.median(times), 1) for times in zip(*taken, strict=True))
         rows.append({"call": call, "cpu_ms": cpu_ms, "wall_ms": wall_ms, "met": cpu_ms <= BAR_MS})
-    await store.close()
+    await connection.close()
     return rows
 
 
-async def _timed(store: RedisSessionStore, page: Mapping[str, Any], now_ms: int) -> tuple[float, float]:
+async def _timed(manager: ContextCacheManager, page: Mapping[str, Any]) -> tuple[float, float]:
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     try:
-        await store.list_sessions(TENANT, after="", now_ms=now_ms, **page)
+        await manager.list_sessions(TENANT, **page)
     except StoreUnavailable:
         say("no answer in time")
     return (time.process_time() - cpu_s) * 1000, (time.perf_counter() - wall_s) * 1000

@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,12 @@ from benchmarks.fit import Bar, grown, table
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
 from context_manager.client import ContextManagerClient
+from context_manager.layout import member, script_arguments, script_rules, session_keys
+from context_manager.limits import SessionKey
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_layout import member, script_keys
-from context_manager.redis_store import RedisSessionStore
-from context_manager.store import KEY_GRACE_MS, SessionKey
 from context_manager.sweeper import SessionSweeper
-from contextcache.clock import SystemClock
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
 from contextcache.names import new_cache_ref
 from deploy.local.progress import Step, say
@@ -70,14 +67,14 @@ SORTED: Bar = (None, 0.2)
 """Of sweeps, which are steps in sorted sets: logarithmic, 16 members of a shard's set beside 16 000."""
 CALLS = ("Locate", "BeginTurn", "CommitTurn", "turn", "create", "list")
 _COPY = """
-local now_ms, tombstone_ms, row = tonumber(ARGV[1]), tonumber(ARGV[2]), read_row(ARGV[3])
-row.expires_at_ms = integer(now_ms + tonumber(ARGV[5]))
+local row = read_row(a.row)
+row.expires_at_ms = integer(now_ms + a.ttl_ms)
 for i = 0, #KEYS / 4 - 1 do
   local keys = {KEYS[4 * i + 1], KEYS[4 * i + 2], KEYS[4 * i + 3], KEYS[4 * i + 4]}
-  redis.call('COPY', ARGV[3], keys[1])
+  redis.call('COPY', a.row, keys[1])
   redis.call('HSET', keys[1], 'expires_at_ms', row.expires_at_ms)
-  redis.call('COPY', ARGV[4], keys[2])
-  enter(keys, ARGV[6 + 2 * i], ARGV[7 + 2 * i], row, now_ms, tombstone_ms)
+  redis.call('COPY', a.transcript, keys[2])
+  enter(keys, a.names[2 * i + 1], a.names[2 * i + 2], row, now_ms, tombstone_ms)
 end
 """
 
@@ -168,8 +165,7 @@ class World:
         self._redis.config_set("auto-aof-rewrite-percentage", 0)
         self._url = f"redis://{processes.address(valkey)}/0"
         self._gateway, self._pod = (ContextManagerClient(processes.address(self._manager)) for _ in range(2))
-        rules = (resources.files("context_manager") / "scripts" / "row.lua").read_text()
-        self._copy = self._redis.register_script(f"local GRACE_MS = {KEY_GRACE_MS}\n{rules}{_COPY}")
+        self._copy = self._redis.register_script(script_rules() + _COPY)
         self._random = random.Random(size)
         self._next_id = size
         """Of sessions beyond those that are stored for good."""
@@ -211,9 +207,9 @@ class World:
 
     async def sweeps(self) -> dict[str, float]:
         """Sweep once with nothing due and once with NUM_DUE sessions; return ms of the pass, and of each session."""
-        store = RedisSessionStore(RedisConnection(self._url, timeout_s=60, max_connections=4), tombstone_s=TOMBSTONE_S)
+        connection = RedisConnection(self._url, timeout_s=60, max_connections=4)
         metrics = ManagerMetrics(CollectorRegistry())
-        manager = ContextCacheManager(store, clock=SystemClock(), metrics=metrics)
+        manager = ContextCacheManager(connection, metrics=metrics, tombstone_s=TOMBSTONE_S)
         sweeper = SessionSweeper(manager, metrics=metrics, interval_s=1)
         await sweeper.sweep_pass()
         idle_ms = await self._timed(sweeper.sweep_pass())
@@ -222,7 +218,7 @@ class World:
         began_s = time.perf_counter()
         num_swept = await sweeper.sweep_pass()
         took_ms = (time.perf_counter() - began_s) * 1000
-        await store.close()
+        await connection.close()
         if num_swept != NUM_DUE:
             raise RuntimeError(f"{num_swept} sessions were swept, {NUM_DUE} were due")
         return {"sweep, nothing due": idle_ms, "sweep of a session": (took_ms - idle_ms) / NUM_DUE}
@@ -254,15 +250,15 @@ class World:
     def _add(self, numbers: Sequence[int], *, ttl_ms: int = TTL_S * 1000) -> None:
         for start in range(0, len(numbers), BATCH):
             keys = [SessionKey(TENANT, _id(number)) for number in numbers[start : start + BATCH]]
-            row, transcript, *_ = script_keys(SessionKey(TENANT, _id(start // BATCH % MADE)))
+            row, transcript, *_ = _keys(SessionKey(TENANT, _id(start // BATCH % MADE)))
             names = [name for key in keys for name in (member(key), key.session_id)]
-            now_ms = round(time.time() * 1000)
-            arguments: list[str | int] = [now_ms, TOMBSTONE_S * 1000, row, transcript, ttl_ms, *names]
-            self._copy(keys=[name for key in keys for name in script_keys(key)], args=arguments)
+            arguments = {"tombstone_ms": TOMBSTONE_S * 1000, "ttl_ms": ttl_ms, "names": names}
+            arguments |= {"row": row, "transcript": transcript}
+            self._copy(keys=[name for key in keys for name in _keys(key)], args=[script_arguments(arguments)])
 
     def _check(self) -> None:
         """Raise RuntimeError when a copy is not what the manager stored, or not where it would be."""
-        made, copy = (script_keys(SessionKey(TENANT, _id(number))) for number in (0, self.size - 1))
+        made, copy = (_keys(SessionKey(TENANT, _id(number))) for number in (0, self.size - 1))
         for name, of in zip(made[:2], copy[:2], strict=True):
             ours, theirs = ([self._redis.type(key), self._redis.object("encoding", key)] for key in (name, of))
             if ours != theirs or not 0 <= self._redis.pttl(of) - self._redis.pttl(name) < 3_600_000:
@@ -275,6 +271,11 @@ class World:
         began_s = time.perf_counter()
         await call
         return (time.perf_counter() - began_s) * 1000
+
+
+def _keys(key: SessionKey) -> list[str]:
+    """Return row, transcript, expiry set and tenant set of a session."""
+    return session_keys(key, ledger="")[:4]
 
 
 def _id(number: int) -> str:

@@ -1,5 +1,5 @@
-"""Who has which context, where its KV is, until when, and whose turn it is.
+"""Sessions: their tenants, transcripts, holders of KV, lives and leases.
 
-Read `manager.py` first, then `store.py` for the Redis keys. Other packages enter only by `client.py`. What does not
-belong here: KV bytes (kv_sidecar), routing (gateway), anything about prompts beyond storing their segments.
+Read `manager.py` first, then `layout.py` for the Redis keys. Other packages import only `client.py`. Not here: KV bytes
+(kv_sidecar), routing (gateway), and the meaning of prompts.
 """

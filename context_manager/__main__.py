@@ -1,4 +1,4 @@
-"""`python -m context_manager`: one manager process. The only place that picks a store and reads settings."""
+"""`python -m context_manager`: one manager process. Only this module reads settings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from context_manager.metrics import ManagerMetrics
 from context_manager.preconditions import StoreWatch
 from context_manager.redis_address import redis_tls
 from context_manager.redis_connection import RedisConnection, ReplicaWait
-from context_manager.redis_store import RedisSessionStore
 from context_manager.server import manager_server
 from context_manager.settings import ManagerSettings
-from context_manager.store_clock import StoreClock
-from context_manager.sweeper import SessionCount, SessionSweeper
-from contextcache.clock import Clock
+from context_manager.sweeper import SessionSweeper, count_forever
 from contextcache.process.metrics import health_page, metrics_server
 from contextcache.process.run import run_part, settings_or_exit, wants_help
 from contextcache.wire.tracing import tracer_of
@@ -32,23 +29,16 @@ PURPOSE = "context-manager: sessions, transcripts and turns of context-cache, in
 
 
 async def serve(
-    settings: ManagerSettings,
-    stop: asyncio.Event,
-    *,
-    on_started: Callable[[int], None] | None = None,
-    wall: Clock | None = None,
+    settings: ManagerSettings, stop: asyncio.Event, *, on_started: Callable[[int], None] | None = None
 ) -> None:
-    """Serve until `stop` is set, then drain. `on_started` is told the port; Redis need not be there yet.
-
-    `wall`: what this machine believes the time to be; tests let it be wrong.
-    """
+    """Serve until `stop` is set, then drain. `on_started` receives the port; Redis need not be there yet."""
     registry = CollectorRegistry()
     metrics = ManagerMetrics(registry)
     async with AsyncExitStack() as stack:
         tracer = tracer_of(settings, part="manager", on_lost=metrics.lost_spans.inc)
         stack.push_async_callback(asyncio.to_thread, tracer.close)
         tls = metrics.certificates.open_tls(settings.tls)
-        connection = RedisConnection(
+        redis = RedisConnection(
             settings.redis_url.get_secret_value(),
             timeout_s=settings.redis_timeout_s,
             max_connections=settings.redis_max_connections,
@@ -56,47 +46,34 @@ async def serve(
             wait=_replica_wait(settings),
             on_error=lambda name: metrics.redis_errors.labels(name).inc(),
         )
-        store = RedisSessionStore(
-            connection,
+        stack.push_async_callback(redis.close)
+        manager = ContextCacheManager(
+            redis,
+            metrics=metrics,
+            ttl_bounds=TtlBounds(settings.min_ttl_s, settings.max_ttl_s),
             tombstone_s=settings.tombstone_s,
             tenant_contexts_max=settings.tenant_contexts_max,
             tenant_bytes_max=settings.tenant_bytes_max,
         )
-        stack.push_async_callback(store.close)
-        clock = StoreClock(store.read_clock, metrics=metrics, wall=wall)
-        # So that the first call finds a clock; bounded, and Redis may be away.
-        await clock.measure()
-        clock.start()
-        stack.push_async_callback(clock.stop)
-        watch = StoreWatch(
-            store.read_info,
-            metrics=metrics,
-            tenant_bytes_max=settings.tenant_bytes_max,
-            wait_replicas=settings.redis_wait_replicas,
-        )
-        watch.start()
-        stack.push_async_callback(watch.stop)
-        bounds = TtlBounds(settings.min_ttl_s, settings.max_ttl_s)
-        manager = ContextCacheManager(store, clock=clock, metrics=metrics, ttl_bounds=bounds)
         server = manager_server(
             manager, listen=settings.listen, max_concurrent_rpcs=settings.max_concurrent_rpcs, tracer=tracer, tls=tls
-        )
-        sweeper = SessionSweeper(
-            manager,
-            metrics=metrics,
-            interval_s=settings.sweep_interval_s,
         )
         if settings.metrics_port:
             pages = {"/healthz": health_page(lambda: server.is_serving)}
             listening = metrics_server(settings.metrics_host, settings.metrics_port, registry=registry, pages=pages)
             await stack.enter_async_context(listening)
+        watch = StoreWatch(
+            redis.info,
+            metrics=metrics,
+            tenant_bytes_max=settings.tenant_bytes_max,
+            wait_replicas=settings.redis_wait_replicas,
+        )
+        sweeper = SessionSweeper(manager, metrics=metrics, interval_s=settings.sweep_interval_s)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        for work in (watch.watch_forever(), sweeper.sweep_forever(), count_forever(manager, metrics=metrics)):
+            stack.callback(tasks.create_task(work).cancel)
         await server.start()
         stack.push_async_callback(server.stop, settings.drain_s)
-        sweeper.start()
-        stack.push_async_callback(sweeper.stop)
-        count = SessionCount(manager, metrics=metrics)
-        count.start()
-        stack.push_async_callback(count.stop)
         log.info("manager started", extra={"listen": settings.listen, "port": server.ports[0]})
         if on_started is not None:
             on_started(server.ports[0])

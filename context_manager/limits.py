@@ -19,6 +19,8 @@ from contextcache.model import (
     HeldCacheRef,
     NewSession,
     Repeatable,
+    SessionId,
+    TenantId,
     TurnCommit,
     TurnReceipt,
     Usage,
@@ -51,6 +53,14 @@ MAX_HELD_REFS = 500
 
 
 @dataclass(frozen=True, slots=True)
+class SessionKey:
+    """A session's full name."""
+
+    tenant: TenantId
+    session_id: SessionId
+
+
+@dataclass(frozen=True, slots=True)
 class TtlBounds:
     """The lives a deployment grants, in seconds, both ends included."""
 
@@ -63,10 +73,11 @@ class TtlBounds:
             raise TtlOutOfRange(f"ttl must be from {self.min_s} to {self.max_s} seconds", param="ttl")
 
 
-def check_session(tenant: str, session_id: str) -> None:
-    """Raise InvalidRequest unless both could be somebody's."""
+def check_session(tenant: TenantId, session_id: SessionId) -> SessionKey:
+    """Return the full name of a session. Raises InvalidRequest for a tenant or an id that no session can have."""
     check_tenant(tenant)
     check_session_id(session_id)
+    return SessionKey(tenant, session_id)
 
 
 def check_lease(lease_id: str, lease_ttl_ms: int | None = None) -> None:
@@ -100,9 +111,9 @@ def check_new_session(new: NewSession, bounds: TtlBounds) -> None:
     check_metadata(new.metadata)
 
 
-def check_commit(commit: TurnCommit) -> None:
-    """Raise InvalidRequest for a commit that no turn can have made."""
-    check_session(commit.tenant, commit.session_id)
+def check_commit(commit: TurnCommit) -> SessionKey:
+    """Return the session of a commit. Raises InvalidRequest for a commit that no turn can have made."""
+    key = check_session(commit.tenant, commit.session_id)
     check_lease(commit.lease_id)
     if commit.expected_generation < 0:
         raise InvalidRequest("expected_generation must be 0 or more", param="expected_generation")
@@ -121,6 +132,7 @@ def check_commit(commit: TurnCommit) -> None:
         check_receipt(commit.receipt)
     if len(commit.answer) > MAX_ANSWER_BYTES:
         raise InvalidRequest(f"a stored answer may have at most {MAX_ANSWER_BYTES} bytes", param="answer")
+    return key
 
 
 def check_receipt(receipt: TurnReceipt) -> None:

@@ -67,11 +67,6 @@ class ManagerMetrics:
             ("name",),
             registry=registry,
         )
-        self.clock_skew = Gauge(
-            "contextcache_manager_clock_skew_seconds",
-            "Clock of this machine minus the clock of Redis, in seconds. Expiry follows the clock of Redis",
-            registry=registry,
-        )
         self.lost_spans = counter("lost_spans_total", "Trace spans that did not reach the collector")
         self.certificates = CertificateMetrics("contextcache_manager", registry)
         self._store_duration = Histogram(

@@ -68,7 +68,7 @@ def judged(info: Info, *, tenant_bytes_max: int, wait_replicas: int) -> list[Pre
 
 
 class StoreWatch:
-    """Polls the settings of Redis. Owns its task: `start` begins it, `stop` cancels and awaits it."""
+    """Polls the settings of Redis."""
 
     def __init__(
         self,
@@ -87,7 +87,6 @@ class StoreWatch:
         """Unmet preconditions by name, as last logged."""
         self._num_evicted = 0
         self._was_refused = False
-        self._task: asyncio.Task[None] | None = None
 
     async def look(self) -> float:
         """Poll once, log the changes, and return the seconds until the next poll."""
@@ -106,17 +105,16 @@ class StoreWatch:
         self._take(infos)
         return _INTERVAL_S
 
-    def start(self) -> None:
-        """Begin to look, at once and then again and again."""
-        assert self._task is None, "a watch is started once"
-        self._task = asyncio.create_task(self._follow(), name="store-watch")
-
-    async def stop(self) -> None:
-        """End the task and wait for its end; harmless when it never began."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+    async def watch_forever(self) -> None:
+        """Poll at once and then again and again, until cancelled."""
+        while True:
+            wait_s = _INTERVAL_S
+            try:
+                wait_s = await self.look()
+            except Exception:
+                # A gauge must not end the manager; the next poll tries again.
+                log.exception("redis settings check failed by an internal fault")
+            await asyncio.sleep(wait_s)
 
     def _forget(self) -> None:
         for name in NAMES:
@@ -141,13 +139,3 @@ class StoreWatch:
         if num_evicted > self._num_evicted:
             log.error("redis evicted keys: contexts are lost", extra={"evicted_keys": num_evicted})
         self._num_evicted = num_evicted
-
-    async def _follow(self) -> None:
-        while True:
-            wait_s = _INTERVAL_S
-            try:
-                wait_s = await self.look()
-            except Exception:
-                # A gauge is no reason to end; the next look tries again.
-                log.exception("redis settings check failed by an internal fault")
-            await asyncio.sleep(wait_s)

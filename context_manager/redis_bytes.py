@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from context_manager.layout import HOUR_MS, ledger_key
+from context_manager.limits import SessionKey
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_layout import ledger_key
-from context_manager.store import HOUR_MS, SessionKey
 from contextcache.model import TenantId
 from contextcache.names import NUM_SHARDS, shard_of
 
-_SUMS_KNOWN_MS = 1000
+_SUMS_KNOWN_S = 1.0
 """Time for which a Cluster's sums are believed: one round trip a second for each tenant that writes."""
 _EXACT_FROM = 0.5
 """Share of its limit from which a tenant's sums are read at each write: only then can a second's writes matter."""
@@ -22,7 +24,7 @@ _TENANTS_MAX = 10_000
 class _Sums:
     """A tenant's bytes in each shard of a Cluster, as they were read."""
 
-    read_at_ms: int
+    read_at_s: float
     by_shard: list[int]
     granted: int = 0
     """Bytes that this manager let the tenant write since."""
@@ -36,8 +38,9 @@ class TenantBytes:
     exceed the limit by what they write.
     """
 
-    def __init__(self, connection: RedisConnection, *, bytes_max: int) -> None:
-        """`bytes_max`: 0 for no limit."""
+    def __init__(self, connection: RedisConnection, *, bytes_max: int, now_ms: Callable[[], Awaitable[int]]) -> None:
+        """`bytes_max`: 0 for no limit. `now_ms`: returns the time of Redis."""
+        self._now_ms = now_ms
         self._redis = connection
         self._bytes_max = bytes_max
         self._sums: dict[TenantId, _Sums] = {}
@@ -51,31 +54,31 @@ class TenantBytes:
         """Return the name of the ledger that counts a session's bytes."""
         return ledger_key(key.tenant, shard_of(key.tenant, key.session_id) if self._redis.is_cluster else None)
 
-    async def room(self, key: SessionKey, more: int, *, now_ms: int) -> int | str:
-        """Return the bytes that the session's ledger may come to; empty: any number. Raises StoreUnavailable.
+    async def room(self, key: SessionKey, more: int) -> int | None:
+        """Return the bytes that the session's ledger may come to; None: any number. Raises StoreUnavailable.
 
         `more`: bytes that the caller is about to write.
         """
         if not self._bytes_max:
-            return ""
+            return None
         if not self._redis.is_cluster:
             return self._bytes_max
-        sums = await self._sums_of(key.tenant, now_ms)
+        sums = await self._sums_of(key.tenant)
         sums.granted += more
         return self._bytes_max - sum(sums.by_shard) + sums.by_shard[shard_of(key.tenant, key.session_id)]
 
-    async def _sums_of(self, tenant: TenantId, now_ms: int) -> _Sums:
-        known = self._sums.get(tenant)
+    async def _sums_of(self, tenant: TenantId) -> _Sums:
+        known, now_s = self._sums.get(tenant), asyncio.get_running_loop().time()
         if (
             known is not None
-            and 0 <= now_ms - known.read_at_ms < _SUMS_KNOWN_MS
+            and now_s - known.read_at_s < _SUMS_KNOWN_S
             and sum(known.by_shard) + known.granted < self._bytes_max * _EXACT_FROM
         ):
             return known
-        by_shard = await self._read_sums(tenant, now_ms)
+        by_shard = await self._read_sums(tenant, await self._now_ms())
         if len(self._sums) >= _TENANTS_MAX:
             self._sums.clear()
-        self._sums[tenant] = _Sums(now_ms, by_shard)
+        self._sums[tenant] = _Sums(now_s, by_shard)
         return self._sums[tenant]
 
     async def _read_sums(self, tenant: TenantId, now_ms: int) -> list[int]:

@@ -27,8 +27,8 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from context_manager import refusals
+from context_manager.layout import Script
 from context_manager.redis_address import RedisClients, RedisTls, is_cluster, open_clients
-from context_manager.redis_layout import Script
 from contextcache.errors import ContextCacheError
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,13 @@ class RedisConnection:
     async def call(self, *command: Any) -> Any:
         """Run one reading command; it is repeated once after a broken connection."""
         return await self._within_deadline(lambda: self._send(command, repeatable=True))
+
+    async def time_ms(self) -> int:
+        """Return the time of Redis, Unix ms. In a Cluster: the median of the primaries."""
+        told = await self.call("TIME")
+        times = sorted(told.values()) if isinstance(told, dict) else [told]
+        seconds, microseconds = times[len(times) // 2]
+        return int(seconds) * 1000 + int(microseconds) // 1000
 
     async def info(self) -> list[Mapping[str, Any]]:
         """Return the INFO fields of each primary."""

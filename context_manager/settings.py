@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from context_manager.store import TENANT_BYTES_MAX
+from context_manager.layout import TENANT_BYTES_MAX
 from contextcache.model import MAX_TTL_S, MIN_TTL_S
 from contextcache.process.settings import TlsSettings, TracingSettings
 

@@ -1,7 +1,7 @@
 """`TranscriptMemory`: transcripts a pod has read or committed lately, so that a turn brings only what is new. No I/O.
 
 Nothing here is believed by itself: a transcript is used as far as the row says that its mark still stands for leading
-segments (session_row.py), and not at all otherwise. It may be stale, never wrong.
+segments (row.py), and not at all otherwise. It may be stale, never wrong.
 
 It holds text of conversations, so it holds little and not for long: a bound in bytes, `IDLE_S` after the last use, and
 never beyond the session's own life. A session that turns out to be gone is forgotten at once; of a DELETE that no later

@@ -1,12 +1,12 @@
--- ARGV[5] lease_id; KEYS[6] the place in lists. Answers {'ok'} always: another's lease is left alone.
-local row = read_row(KEYS[1])
-if not row or row.state == 'tombstone' or row.lease_id ~= ARGV[5] then
+-- a.lease_id. Answers {'ok'} always: another's lease is left alone.
+local row = read_row(SESSION)
+if not row or row.state == 'tombstone' or row.lease_id ~= a.lease_id then
   return {'ok'}
 end
 if row.state == 'creating' then
-  removed(row)
+  removed(row, PLACE)
 else
-  redis.call('HSET', KEYS[1], 'lease_id', '', 'lease_until_ms', '0')
+  redis.call('HSET', SESSION, 'lease_id', '', 'lease_until_ms', '0')
   stored()
 end
 return {'ok'}

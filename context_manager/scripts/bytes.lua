@@ -1,9 +1,9 @@
--- Put in front of every other script: how many bytes a tenant has in Redis (ADR 0090).
+-- Put behind arguments.lua: how many bytes a tenant has in Redis (ADR 0090).
 --
--- KEYS[5] of scripts about one session is the tenant's ledger, a hash. `<hour>`: bytes that end in that hour.
+-- LEDGER is the tenant's, a hash. `<hour>`: bytes that end in that hour.
 -- `first`: earliest hour that counts. `sum`: bytes of all hours from `first` on.
 -- Bytes whose hour has passed count no more, so bytes that no script took back cannot stay in the sum for ever.
--- CONTEXT_BYTES, ANSWER_BYTES, PLACE_BYTES and the other capitals are set in front (redis_layout.py).
+-- CONTEXT_BYTES, ANSWER_BYTES, PLACE_BYTES and the other capitals are set in front (layout.py).
 
 local HOUR_MS = 3600 * 1000
 
@@ -82,7 +82,7 @@ local function keep_ledger(ledger, ms)
   end
 end
 
--- Returns whether a tenant may have `more` bytes. `bytes_max`: what the ledger may come to, '' for any number.
+-- Returns whether a tenant may have `more` bytes. `bytes_max`: what the ledger may come to, nil for any number.
 local function has_room(ledger, more, bytes_max, now_ms)
-  return bytes_max == '' or bytes_of(ledger, now_ms) + more <= tonumber(bytes_max)
+  return not bytes_max or bytes_of(ledger, now_ms) + more <= bytes_max
 end

@@ -1,7 +1,7 @@
--- KEYS[1] who sweeps, ARGV[1] ms until the next may. Answers 1 to one caller in so many ms.
--- A hash, as every key of ours but lists and sets: no command that an ACL of the release before did not allow.
+-- KEYS[1]: the claim of the manager that sweeps; a.for_ms: its life. Answers 1 to one caller in that time.
+-- The claim is a hash, because the ACL that the documentation names allows no commands for strings.
 if redis.call('HSETNX', KEYS[1], 'claimed', 1) == 0 then
   return 0
 end
-redis.call('PEXPIRE', KEYS[1], ARGV[1])
+redis.call('PEXPIRE', KEYS[1], integer(a.for_ms))
 return 1

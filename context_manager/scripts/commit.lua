@@ -1,62 +1,59 @@
--- ARGV[5] lease_id, ARGV[6] expected generation, ARGV[7] segments to keep, ARGV[8] cache_ref, ARGV[9] holder,
--- ARGV[10] tokens in the new segments, ARGV[11] mark of the transcript as this commit leaves it, ARGV[12] characters of
--- marks that are kept at most, ARGV[13] digest of the request if it may come again, else '', ARGV[14] what it is answered
--- then, ARGV[15] what was used, as `count_usage` wants it, ARGV[16] the turn's receipt or '', ARGV[17] what a fork was
--- forked from, else '', ARGV[18] bytes as `has_room` wants them, ARGV[19...] the new segments, packed; KEYS[6], if it may
--- come again, as `answered` wants it; the last two of KEYS the last turns and the day's usage
-local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
-local row = read_row(KEYS[1])
+-- a.lease_id, a.expected_generation, a.cache_ref, a.holder; a.keep: segments that stay; a.added_tokens: tokens of the new
+-- segments; a.mark: of the transcript as this commit leaves it; a.request: digest of a request that may come again;
+-- a.usage and a.said: as `count_usage` wants them; a.receipt: of the turn; a.forked_from: of a fork; a.room: as
+-- `has_room` wants it. ARGV[2] the answer that is kept for the request, ARGV[3...] the new segments, packed.
+local row = read_row(SESSION)
 local where = standing(row, now_ms, tombstone_ms)
 if not is_there(where) then
   return {where}
 end
-local generation = tonumber(ARGV[6]) + 1
-if row.committed_lease_id == ARGV[5] and tonumber(row.generation) == generation then
+local generation = a.expected_generation + 1
+if row.committed_lease_id == a.lease_id and tonumber(row.generation) == generation then
   -- Written again, so that a WAIT behind it waits for the commit and not for nothing.
-  redis.call('HSET', KEYS[1], 'committed_lease_id', ARGV[5])
+  redis.call('HSET', SESSION, 'committed_lease_id', a.lease_id)
   return stored()
 end
-if row.lease_id ~= ARGV[5] or row.pending then
+if row.lease_id ~= a.lease_id or row.pending then
   return {'lease_lost'}
 end
-if row.generation ~= ARGV[6] then
+if tonumber(row.generation) ~= a.expected_generation then
   return {'generation', row.generation}
 end
-local keep, num_segments = tonumber(ARGV[7]), segments_of(row, KEYS[2])
+local keep, num_segments = a.keep, segments_of(row, TRANSCRIPT)
 if not num_segments then
   return {'damaged'}
 end
 if keep > num_segments then
   return {'keep', num_segments}
 end
-local more = bytes_of_segments(19)
-if ARGV[13] ~= '' then
-  more = more + ANSWER_BYTES + #ARGV[14]
+local more = bytes_of_segments(3)
+if a.request then
+  more = more + ANSWER_BYTES + #ARGV[2]
 end
-if not has_room(KEYS[5], more, ARGV[18], now_ms) then
+if not has_room(LEDGER, more, a.room, now_ms) then
   return {'bytes'}
 end
 
-advance(row, generation, keep, 19, tonumber(ARGV[10]), ARGV[11], tonumber(ARGV[12]))
+advance(row, generation, keep, 3, a.added_tokens, a.mark)
 -- A branch waits for its first turn under the lease it was reserved with, and is counted with that turn.
-local is_branch, used = ARGV[5] == BRANCH_LEASE, ARGV[15]
+local is_branch, used = a.lease_id == BRANCH_LEASE, a.said
 if is_branch then
-  redis.call('HSET', KEYS[1], 'lease_id', ARGV[5], 'lease_until_ms', row.lease_until_ms, 'used', used)
+  redis.call('HSET', SESSION, 'lease_id', a.lease_id, 'lease_until_ms', row.lease_until_ms, 'used', used)
   used = ''
 elseif row.used then
-  count_usage(KEYS[#KEYS], row.used)
-  redis.call('HDEL', KEYS[1], 'used')
+  count_usage(a.usage, row.used)
+  redis.call('HDEL', SESSION, 'used')
 end
-redis.call('HSET', KEYS[1],
-  'state', is_branch and 'creating' or 'ready', 'cache_ref', ARGV[8], 'previous_cache_ref', row.cache_ref, 'holder', ARGV[9],
-  'holders', with_holder(row, ARGV[9]), 'num_turns', integer(tonumber(row.num_turns) + 1),
-  'committed_lease_id', ARGV[5])
-if ARGV[13] ~= '' then
-  keep_answer(ARGV[13], ARGV[14], integer(generation), redis.call('HGET', KEYS[1], 'expires_at_ms'), now_ms)
+redis.call('HSET', SESSION,
+  'state', is_branch and 'creating' or 'ready', 'cache_ref', a.cache_ref, 'previous_cache_ref', row.cache_ref, 'holder', a.holder,
+  'holders', with_holder(row, a.holder), 'num_turns', integer(tonumber(row.num_turns) + 1),
+  'committed_lease_id', a.lease_id)
+if a.request then
+  keep_answer(a.request, ARGV[2], integer(generation), redis.call('HGET', SESSION, 'expires_at_ms'))
 end
-if ARGV[17] ~= '' then
-  redis.call('HSET', KEYS[1], 'forked_from', ARGV[17])
+if a.forked_from then
+  redis.call('HSET', SESSION, 'forked_from', a.forked_from)
 end
-count_usage(KEYS[#KEYS], used)
-keep_receipt(KEYS[#KEYS - 1], generation, ARGV[16])
-return stored(KEYS[#KEYS - 1])
+count_usage(a.usage, used)
+keep_receipt(generation, a.receipt)
+return stored()

@@ -1,11 +1,8 @@
--- Put behind trunks.lua: the rules of session_row.py for Redis.
+-- Put behind trunks.lua: the rules of row.py for Redis.
 --
--- Scripts about one session get KEYS = session hash, transcript list, expiry set, tenant set, tenant's ledger (in a
--- Cluster one slot) and ARGV = member of the expiry set, session id, now_ms, tombstone_ms, then their own arguments.
--- They answer {'ok', row as a flat list, ...} or {refusal, number}; nothing is written before a refusal,
--- but by `answered`.
+-- Scripts about one session answer {'ok', row as a flat list, time, ...} or {refusal, number}. Nothing is written before a
+-- refusal, but by `answered`.
 -- A script that has written a row ends with `stored`: no key of ours is ever without an end.
--- GRACE_MS, RUNS_MAX and ANSWER_KEPT_MS are set in front of them (redis_layout.py).
 
 -- A life longer than this is a damaged number.
 local YEAR_MS = 366 * 24 * 3600 * 1000
@@ -56,7 +53,7 @@ local function lease_lives(row, now_ms)
   return row.lease_id ~= '' and tonumber(row.lease_until_ms) > now_ms
 end
 
--- Marks of the row's transcript, see session_row.py: {{mark, leading segments behind it}, ...}, the newest first.
+-- Marks of the row's transcript, see row.py: {{mark, leading segments behind it}, ...}, the newest first.
 local function read_marks(row)
   local marks = {}
   if row.marks and string.match(row.marks, '^%d+') == row.generation then
@@ -158,30 +155,31 @@ local function count_row(session, transcript, ledger, row, now_ms, ms)
   keep_ledger(ledger, ms)
 end
 
--- Lets the life of a sliding row start again. `session`: its key, where that is not KEYS[1].
+-- Lets the life of a sliding row start again. `session`: its key, where that is not SESSION.
 local function restart_if_sliding(row, now_ms, session)
   if row.ttl_policy == 'sliding' then
-    redis.call('HSET', session or KEYS[1], 'expires_at_ms', integer(now_ms + tonumber(row.ttl_s) * 1000))
+    redis.call('HSET', session or SESSION, 'expires_at_ms', integer(now_ms + tonumber(row.ttl_s) * 1000))
   end
 end
 
--- Enters, counts and dates a row that was written, and returns it as a flat list. `turns`: the key of its last turns,
--- where they shall live as long.
-local function kept(session, transcript, member, id, turns)
-  local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
+-- Enters, counts and dates a row that was written, and returns it as a flat list.
+local function kept(session, transcript, turns, member, id)
   local flat = redis.call('HGETALL', session)
   local row = row_of(flat)
-  enter({session, transcript, KEYS[3], KEYS[4]}, member, id, row, now_ms, tombstone_ms)
-  count_row(session, transcript, KEYS[5], row, now_ms, keep_ms(due_at_ms(row), now_ms, tombstone_ms))
-  if turns then
-    redis.call('PEXPIRE', turns, redis.call('PTTL', session))
-  end
+  enter({session, transcript, EXPIRY, TENANT}, member, id, row, now_ms, tombstone_ms)
+  count_row(session, transcript, LEDGER, row, now_ms, keep_ms(due_at_ms(row), now_ms, tombstone_ms))
+  redis.call('PEXPIRE', turns, redis.call('PTTL', session))
   return flat
 end
 
 -- The end of every script that has written a row and leaves it: its answer.
-local function stored(turns)
-  return {'ok', kept(KEYS[1], KEYS[2], ARGV[1], ARGV[2], turns)}
+local function stored()
+  return {'ok', kept(SESSION, TRANSCRIPT, TURNS, a.member, a.id), integer(now_ms)}
+end
+
+-- The answer of a script that has written nothing.
+local function as_it_is()
+  return {'ok', redis.call('HGETALL', SESSION), integer(now_ms)}
 end
 
 -- Remembers where in the lists a row was that is gone: a client goes on behind it, page by page.
@@ -197,22 +195,21 @@ local function remember_place(place, ledger, created_at_ms, now_ms, tombstone_ms
   end
 end
 
--- The end of every script that takes a row away. KEYS[6]: its place, if that is to be remembered. KEYS[7]: its last
--- turns, if there may be any.
-local function removed(row)
-  -- First what frees memory: a full Redis lets a script write when it has begun so, and refuses it otherwise.
-  redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[7] or KEYS[2])
-  redis.call('ZREM', KEYS[3], ARGV[1])
-  redis.pcall('ZREM', KEYS[4], ARGV[2])
-  release_trunks(KEYS[2], KEYS[5], row, tonumber(ARGV[3]))
-  uncount_row(KEYS[5], row, tonumber(ARGV[3]))
-  if KEYS[6] then
-    remember_place(KEYS[6], KEYS[5], row.created_at_ms, tonumber(ARGV[3]), tonumber(ARGV[4]))
+-- The end of every script that takes a row away. `place`: remembers where in the lists it was, if that matters.
+local function removed(row, place)
+  -- First frees memory: a full Redis lets a script write when it has begun so, and refuses it otherwise.
+  redis.call('UNLINK', SESSION, TRANSCRIPT, TURNS)
+  redis.call('ZREM', EXPIRY, a.member)
+  redis.pcall('ZREM', TENANT, a.id)
+  release_trunks(TRANSCRIPT, LEDGER, row, now_ms)
+  uncount_row(LEDGER, row, now_ms)
+  if place then
+    remember_place(place, LEDGER, row.created_at_ms, now_ms, tombstone_ms)
   end
 end
 
 -- Returns the endpoints that may have KV of a session, '\n' between them, once `name` may too; '*' for any endpoint: the
--- row is or was a manager's of an older release, nobody said where, or they are more than session_row.HOLDERS_MAX.
+-- row is or was a manager's of an older release, nobody said where, or they are more than HOLDERS_MAX.
 local function with_holder(row, name)
   local holders = row.holders
   if not holders or holders == '*' or name == '' then
@@ -224,7 +221,7 @@ local function with_holder(row, name)
     counts_last = counts_last or known == row.holder
     count = count + 1
   end
-  if not counts_last or (count >= 16 and not is_known) then
+  if not counts_last or (count >= HOLDERS_MAX and not is_known) then
     return '*'
   end
   if is_known then

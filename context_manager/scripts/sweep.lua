@@ -1,9 +1,8 @@
--- Takes the due sessions among the candidates of one shard, so that each is taken once whoever else sweeps; those that
--- are not due get the score and the end that their rows ask for; those that are damaged are set aside.
+-- Takes the due sessions among the candidates of one shard. Each is taken once, however many managers sweep. Sessions that
+-- are not due get the score and the end that their rows ask for; damaged ones are set aside.
 -- KEYS[1] expiry set, then session, transcript, tenant set, ledger, last turns and place in lists of each candidate;
--- ARGV[1] now_ms, ARGV[2] tombstone_ms, then member of the expiry set and session id of each candidate.
+-- a.names: member of the expiry set and session id of each candidate.
 -- Answers a flat list: member, 'expired', 'abandoned' or 'damaged', ...
-local now_ms, tombstone_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 local expiry = KEYS[1]
 local taken = {}
 
@@ -71,7 +70,7 @@ end
 
 for i = 0, (#KEYS - 1) / 6 - 1 do
   local session, transcript, tenant, ledger, turns, place = unpack(KEYS, 2 + 6 * i, 7 + 6 * i)
-  local member, id = unpack(ARGV, 3 + 2 * i, 4 + 2 * i)
+  local member, id = unpack(a.names, 1 + 2 * i, 2 + 2 * i)
   -- Without a score another sweep, or a delete, was faster.
   if redis.call('ZSCORE', expiry, member) then
     take(session, transcript, tenant, ledger, turns, place, member, id)

@@ -1,7 +1,5 @@
--- ARGV[5] ttl_s or '', ARGV[6] ttl policy or '', ARGV[7] metadata as JSON or '', ARGV[8] bytes as
--- `has_room` wants them; KEYS[6] the last turns
-local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
-local row = read_row(KEYS[1])
+-- a.ttl_s, a.ttl_policy, a.metadata as JSON: each may be missing; a.room: as `has_room` wants it
+local row = read_row(SESSION)
 local where = standing(row, now_ms, tombstone_ms)
 if not is_there(where) then
   return {where}
@@ -9,18 +7,16 @@ end
 if where == 'creating' then
   return {'busy', integer(tonumber(row.lease_until_ms) - now_ms)}
 end
-local more = #ARGV[7] - #(row.metadata or '')
-if more > 0 and not has_room(KEYS[5], more, ARGV[8], now_ms) then
+local more = #(a.metadata or '') - #(row.metadata or '')
+if more > 0 and not has_room(LEDGER, more, a.room, now_ms) then
   return {'bytes'}
 end
-if ARGV[5] ~= '' then
-  local expires_at_ms = integer(now_ms + tonumber(ARGV[5]) * 1000)
-  redis.call('HSET', KEYS[1], 'ttl_s', ARGV[5], 'expires_at_ms', expires_at_ms)
+if a.ttl_s then
+  redis.call('HSET', SESSION, 'ttl_s', integer(a.ttl_s), 'expires_at_ms', integer(now_ms + a.ttl_s * 1000))
 end
-if ARGV[6] ~= '' then
-  redis.call('HSET', KEYS[1], 'ttl_policy', ARGV[6])
+for _, name in ipairs({'ttl_policy', 'metadata'}) do
+  if a[name] then
+    redis.call('HSET', SESSION, name, a[name])
+  end
 end
-if ARGV[7] ~= '' then
-  redis.call('HSET', KEYS[1], 'metadata', ARGV[7])
-end
-return stored(KEYS[6])
+return stored()

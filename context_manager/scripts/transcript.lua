@@ -1,6 +1,6 @@
 -- Put behind row.lua: what a new generation does to a transcript, and how to know it again.
 
--- Where each generation ended, see generations.py: {{first, last, segments of the first, step}, ...}, the oldest first.
+-- Where each generation ended, `7 1-5:2+2 7-7:6+0` was written at generation 7: {{first, last, segments of the first, step}, ...}, the oldest first.
 local function read_runs(row)
   local runs = {}
   if row.generations and string.match(row.generations, '^%d+') == row.generation then
@@ -47,11 +47,11 @@ local function generations_after(row, generation, keep, num_segments)
   return field
 end
 
-local function marks_after(row, generation, keep, num_segments, mark, chars_max)
+local function marks_after(row, generation, keep, num_segments, mark)
   local marks = integer(generation) .. ' ' .. mark .. ':' .. integer(num_segments)
   for _, entry in ipairs(read_marks(row)) do
     local longer = marks .. ' ' .. entry[1] .. ':' .. integer(math.min(entry[2], keep))
-    if #longer > chars_max then
+    if #longer > MARKS_CHARS_MAX then
       break
     end
     marks = longer
@@ -71,23 +71,23 @@ end
 -- Cuts the transcript to `keep` segments. Returns what is left of its tokens and of the bytes of its own list.
 local function cut(row, keep, num_tokens, segment_bytes)
   local trunks, shared = read_trunks(row)
-  for _, dropped in ipairs(redis.call('LRANGE', KEYS[2], math.max(keep - shared, 0), -1)) do
+  for _, dropped in ipairs(redis.call('LRANGE', TRANSCRIPT, math.max(keep - shared, 0), -1)) do
     local _, dropped_tokens = cmsgpack.unpack_one(dropped)
     num_tokens = num_tokens - dropped_tokens
     segment_bytes = segment_bytes - SEGMENT_BYTES - #dropped
   end
   if keep > shared then
-    redis.call('LTRIM', KEYS[2], 0, keep - shared - 1)
+    redis.call('LTRIM', TRANSCRIPT, 0, keep - shared - 1)
     return num_tokens, segment_bytes
   end
-  redis.call('DEL', KEYS[2])
+  redis.call('DEL', TRANSCRIPT)
   local left, before = {}, 0
   for _, trunk in ipairs(trunks) do
     local segments = math.max(math.min(keep - before, trunk[2]), 0)
     before = before + trunk[2]
     local tokens = trunk[3]
     if segments < trunk[2] then
-      tokens = use_trunk(KEYS[2], KEYS[5], trunk[1], trunk[2], segments, trunk[2], tonumber(ARGV[3]))
+      tokens = use_trunk(TRANSCRIPT, LEDGER, trunk[1], trunk[2], segments, trunk[2], now_ms)
     end
     if segments > 0 then
       left[#left + 1] = {trunk[1], segments, tokens}
@@ -95,32 +95,32 @@ local function cut(row, keep, num_tokens, segment_bytes)
     num_tokens = num_tokens - trunk[3] + tokens
   end
   if #trunks > 0 then
-    write_trunks(KEYS[1], left)
+    write_trunks(SESSION, left)
   end
   return num_tokens, segment_bytes
 end
 
 -- Cuts the transcript to `keep` segments, adds those in ARGV from `first` on, which have `added_tokens`, and writes what
 -- every new generation changes: the lease is free, a sliding life starts again.
-local function advance(row, generation, keep, first, added_tokens, mark, marks_chars_max)
+local function advance(row, generation, keep, first, added_tokens, mark)
   local num_tokens = tonumber(row.num_tokens) + added_tokens
   local segment_bytes = (tonumber(row.segment_bytes) or 0) + bytes_of_segments(first)
   if keep < tonumber(row.num_segments) then
     num_tokens, segment_bytes = cut(row, keep, num_tokens, segment_bytes)
   end
   for i = first, #ARGV do
-    redis.call('RPUSH', KEYS[2], ARGV[i])
+    redis.call('RPUSH', TRANSCRIPT, ARGV[i])
   end
   local num_segments = keep + #ARGV - first + 1
   local expires_at_ms = row.expires_at_ms
   if row.ttl_policy == 'sliding' then
-    expires_at_ms = integer(tonumber(ARGV[3]) + tonumber(row.ttl_s) * 1000)
+    expires_at_ms = integer(now_ms + tonumber(row.ttl_s) * 1000)
   end
-  redis.call('HSET', KEYS[1],
+  redis.call('HSET', SESSION,
     'generation', integer(generation), 'expires_at_ms', expires_at_ms,
     'num_tokens', integer(num_tokens), 'num_segments', integer(num_segments),
     'segment_bytes', integer(math.max(segment_bytes, 0)),
-    'marks', marks_after(row, generation, keep, num_segments, mark, marks_chars_max),
+    'marks', marks_after(row, generation, keep, num_segments, mark),
     'generations', generations_after(row, generation, keep, num_segments),
     'lease_id', '', 'lease_until_ms', '0')
 end

@@ -1,7 +1,9 @@
 -- Put behind row.lua: what is used, by day and key, and what a session's last turns took.
 
--- Adds sums to a day's hash. `said` is `<key>:<what> <number>` again and again, with blanks between.
-local function count_usage(key, said)
+-- Adds sums to the hash of today. `usage`: its name without the day; `said`: `<key>:<quantity> <number>` again and again,
+-- with blanks between.
+local function count_usage(usage, said)
+  local key = usage .. integer(math.floor(now_ms / (24 * HOUR_MS)))
   -- A spoilt one costs a tenant a day's figures, not its turns.
   local kind = redis.call('TYPE', key).ok
   if said == '' or (kind ~= 'none' and kind ~= 'hash') then
@@ -14,7 +16,8 @@ local function count_usage(key, said)
 end
 
 -- Adds a turn's receipt to the last ones; the first generation's, or a fork, which has none, begins anew.
-local function keep_receipt(key, generation, receipt)
+local function keep_receipt(generation, receipt)
+  local key = TURNS
   local kind = redis.call('TYPE', key).ok
   if generation == 1 or (kind ~= 'none' and kind ~= 'list') then
     redis.call('UNLINK', key)

@@ -8,16 +8,9 @@ from random import Random
 
 import pytest
 
-from context_manager.store import (
-    ANSWER_KEPT_MS,
-    CONTEXT_BYTES,
-    HOUR_MS,
-    PLACE_BYTES,
-    BegunTurn,
-    SessionKey,
-    SessionStore,
-    day_of,
-)
+from context_manager.layout import ANSWER_KEPT_MS, CONTEXT_BYTES, HOUR_MS, PLACE_BYTES, day_of
+from context_manager.limits import SessionKey
+from context_manager.manager import BegunTurn
 from contextcache.errors import (
     AlreadyAnswered,
     ContextBusy,
@@ -60,6 +53,7 @@ from tests.contract.session_store_contract import (
     first_commit,
     turn_commit,
 )
+from tests.kit.session_store import SessionStore
 
 
 def said(number: int) -> tuple[Segment, Segment]:

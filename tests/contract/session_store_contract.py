@@ -7,17 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from context_manager.session_row import HOLDERS_MAX
-from context_manager.store import (
-    BATCH_KNOWN_MS,
-    DAY_MS,
-    LIST_ROWS_MAX,
-    Fate,
-    SessionKey,
-    SessionStore,
-    Swept,
-    day_of,
-)
+from context_manager.layout import BATCH_KNOWN_MS, DAY_MS, HOLDERS_MAX, day_of
+from context_manager.limits import SessionKey
+from context_manager.listing import LIST_ROWS_MAX
+from context_manager.manager import Fate, Swept
 from contextcache.errors import (
     ContextBusy,
     ContextCacheError,
@@ -45,6 +38,7 @@ from contextcache.model import (
     Usage,
 )
 from contextcache.names import NUM_SHARDS, shard_of
+from tests.kit.session_store import SessionStore
 
 NOW = 1_700_000_000_000
 LEASE_MS = 30_000

@@ -12,10 +12,9 @@ from random import Random
 import pytest
 import redis
 
+from context_manager.layout import HOUR_MS, KEY_GRACE_MS, turns_key
+from context_manager.limits import SessionKey
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_layout import script_keys, turns_key
-from context_manager.redis_store import RedisSessionStore
-from context_manager.store import HOUR_MS, KEY_GRACE_MS, SessionKey
 from contextcache.errors import ContextCacheError
 from contextcache.model import NewSession, SessionMode, TtlPolicy
 from contextcache.names import NUM_SHARDS, shard_of
@@ -31,6 +30,7 @@ from tests.contract.session_store_contract import (
     receipt,
 )
 from tests.kit.seed import SEED
+from tests.kit.session_store import SessionStore, script_keys
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
 
@@ -48,8 +48,8 @@ def raw(server: ValkeyServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-async def store(server: ValkeyServer, raw: redis.Redis) -> AsyncIterator[RedisSessionStore]:
-    store = RedisSessionStore(_connection(server), tombstone_s=TOMBSTONE_S)
+async def store(server: ValkeyServer, raw: redis.Redis) -> AsyncIterator[SessionStore]:
+    store = SessionStore(_connection(server), tombstone_s=TOMBSTONE_S)
     yield store
     await store.close()
 
@@ -70,7 +70,7 @@ def left_ms(raw: redis.Redis) -> dict[str, int]:
 class RandomWork:
     """One operation after the other, the clock going on in between, on three ids of two tenants."""
 
-    def __init__(self, store: RedisSessionStore, seed: int) -> None:
+    def __init__(self, store: SessionStore, seed: int) -> None:
         self._store = store
         self._random = Random(seed)
         self.now_ms = NOW
@@ -192,7 +192,7 @@ def what_is_wrong(raw: redis.Redis, now_ms: int) -> list[str]:
 async def test_whatever_is_done_every_key_ends_and_none_too_early(
     server: ValkeyServer, raw: redis.Redis, seed: int
 ) -> None:
-    store = RedisSessionStore(_connection(server), tombstone_s=TOMBSTONE_S, tenant_contexts_max=7)
+    store = SessionStore(_connection(server), tombstone_s=TOMBSTONE_S, tenant_contexts_max=7)
     work = RandomWork(store, seed)
     for _ in range(250):
         done = await work.step()
@@ -201,7 +201,7 @@ async def test_whatever_is_done_every_key_ends_and_none_too_early(
     await store.close()
 
 
-async def test_a_key_ends_a_tombstone_and_a_day_after_its_session(store: RedisSessionStore, raw: redis.Redis) -> None:
+async def test_a_key_ends_a_tombstone_and_a_day_after_its_session(store: SessionStore, raw: redis.Redis) -> None:
     (row, transcript, expiry, tenant), turns = script_keys(KEY), turns_key(KEY)
 
     def left(key: str) -> int:
@@ -217,7 +217,7 @@ async def test_a_key_ends_a_tombstone_and_a_day_after_its_session(store: RedisSe
     assert [left(key) for key in (row, transcript, turns)] == [1, 1, 1]
 
 
-async def test_a_manager_with_a_wrong_clock_deletes_nothing(store: RedisSessionStore, raw: redis.Redis) -> None:
+async def test_a_manager_with_a_wrong_clock_deletes_nothing(store: SessionStore, raw: redis.Redis) -> None:
     """Seen to fail with PEXPIREAT: a clock two days behind, and a row was gone as soon as it was written."""
     await store.reserve(NEW, lease_id="create", lease_ttl_ms=LEASE_MS, now_ms=1)
 
@@ -230,7 +230,7 @@ async def test_a_manager_with_a_wrong_clock_deletes_nothing(store: RedisSessionS
 async def test_with_the_managers_gone_for_good_all_of_ten_thousand_sessions_go(
     server: ValkeyServer, raw: redis.Redis
 ) -> None:
-    store = RedisSessionStore(_connection(server), tombstone_s=0, grace_ms=4000)
+    store = SessionStore(_connection(server), tombstone_s=0, grace_ms=4000)
 
     async def create(number: int) -> None:
         new = replace(NEW, tenant=f"tenant-{number % 7}", session_id=f"ctx_{number}", ttl_s=1)
@@ -255,29 +255,7 @@ async def test_with_the_managers_gone_for_good_all_of_ten_thousand_sessions_go(
     assert all(0 < ms <= HOUR_MS + 5000 for ms in left_ms(raw).values())
 
 
-async def test_a_round_over_all_sessions_dates_what_the_release_before_wrote(
-    store: RedisSessionStore, raw: redis.Redis
-) -> None:
-    """Keys without an end, and a row that lives longer than the end of its keys: a touch of the release before."""
-    names = [f"ctx_{number}" for number in range(12)]
-    for name in names:
-        new = replace(NEW, session_id=name)
-        await store.reserve(new, lease_id="create", lease_ttl_ms=LEASE_MS, now_ms=NOW)
-        await store.commit_turn(first_commit(SessionKey("demo", name)), now_ms=NOW)
-    for key in raw.scan_iter():
-        raw.persist(key)
-    row, _, expiry, _ = script_keys(SessionKey("demo", "ctx_3"))
-    raw.hset(row, "expires_at_ms", NOW + 100 * TTL_MS)
-    raw.zadd(expiry, {"demo:ctx_3": NOW + 100 * TTL_MS})
-    raw.pexpire(row, TTL_MS)
-    for _ in range(NUM_SHARDS):
-        assert await store.review(now_ms=NOW) == ()
-
-    assert len(left_ms(raw)) > 2 * len(names)
-    assert what_is_wrong(raw, NOW) == []
-
-
-async def test_a_set_without_an_end_gets_that_of_its_longest_life(store: RedisSessionStore, raw: redis.Redis) -> None:
+async def test_a_set_without_an_end_gets_that_of_its_longest_life(store: SessionStore, raw: redis.Redis) -> None:
     """The first change after an upgrade is that of a short-lived session; the others need the set for longer."""
     names = [f"ctx_{number}" for number in range(2000)]
     long, short = [name for name in names if shard_of("demo", name) == shard_of(*astuple(KEY))][:2]
@@ -292,19 +270,3 @@ async def test_a_set_without_an_end_gets_that_of_its_longest_life(store: RedisSe
     await store.touch(SessionKey("demo", short), ttl_s=60, ttl_policy=None, metadata=None, now_ms=NOW)
 
     assert what_is_wrong(raw, NOW) == []
-
-
-async def test_a_round_over_many_sessions_goes_on_where_it_stopped(store: RedisSessionStore, raw: redis.Redis) -> None:
-    names = [name for number in range(20_000) if shard_of("x", name := f"ctx_{number}") == 0]
-    for name in names[:250]:
-        await store.reserve(
-            replace(NEW, tenant="x", session_id=name), lease_id="create", lease_ttl_ms=LEASE_MS, now_ms=NOW
-        )
-    for key in raw.scan_iter():
-        raw.persist(key)
-    num_left = []
-    for _ in range(3):
-        await store.review(now_ms=NOW)
-        num_left.append(sum(ms < 0 for key, ms in left_ms(raw).items() if ":session:" in key))
-
-    assert num_left == [150, 50, 0]

@@ -1,4 +1,4 @@
-"""RedisSessionStore keeps the contract on a real valkey-server, alone and in cluster mode."""
+"""SessionStore keeps the contract on a real valkey-server, alone and in cluster mode."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from context_manager.preconditions import NAMES, judged
-from context_manager.redis_connection import RedisConnection
-from context_manager.redis_layout import (
+from context_manager.layout import (
+    ANSWER_KEPT_MS,
+    CONTEXT_BYTES,
     SWEEPER_KEY,
     answer_key,
     counted_key,
     place_key,
-    receipt_text,
-    script_keys,
     tenant_key,
     turns_key,
 )
-from context_manager.redis_store import RedisSessionStore
+from context_manager.limits import SessionKey
+from context_manager.preconditions import NAMES, judged
+from context_manager.redis_connection import RedisConnection
+from context_manager.row import receipt_text
 from context_manager.segments import pack_segment
-from context_manager.store import ANSWER_KEPT_MS, CONTEXT_BYTES, SessionKey
 from contextcache.errors import (
     AlreadyAnswered,
     ContextCacheError,
@@ -50,6 +50,7 @@ from tests.contract.session_store_contract import (
     turn_commit,
 )
 from tests.contract.usage_contract import UsageContract
+from tests.kit.session_store import SessionStore, script_keys
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
 
@@ -71,30 +72,28 @@ class RedisContract(SessionChangesContract, UsageContract):
     """The suite, and what only Redis can show."""
 
     @pytest.fixture
-    async def store(self, server: ValkeyServer) -> AsyncIterator[RedisSessionStore]:
+    async def store(self, server: ValkeyServer) -> AsyncIterator[SessionStore]:
         server.command("FLUSHALL")
-        store = RedisSessionStore(connection_to(server), tombstone_s=TOMBSTONE_S)
+        store = SessionStore(connection_to(server), tombstone_s=TOMBSTONE_S)
         yield store
         await store.close()
 
     @pytest.fixture
-    async def frugal(self, server: ValkeyServer) -> AsyncIterator[RedisSessionStore]:
+    async def frugal(self, server: ValkeyServer) -> AsyncIterator[SessionStore]:
         server.command("FLUSHALL")
-        store = RedisSessionStore(
-            connection_to(server), tombstone_s=TOMBSTONE_S, tenant_bytes_max=self.TENANT_BYTES_MAX
-        )
+        store = SessionStore(connection_to(server), tombstone_s=TOMBSTONE_S, tenant_bytes_max=self.TENANT_BYTES_MAX)
         yield store
         await store.close()
 
-    async def lose_last_segment(self, store: RedisSessionStore) -> None:
+    async def lose_last_segment(self, store: SessionStore) -> None:
         await store._redis.call("RPOP", script_keys(KEY)[1])
 
-    async def known_ms(self, store: RedisSessionStore, sender: str) -> int:
+    async def known_ms(self, store: SessionStore, sender: str) -> int:
         known_ms: int = await store._redis.call("PTTL", counted_key(shard_of(KEY.tenant, sender), KEY.tenant, sender))
         return known_ms
 
     async def test_a_context_can_be_deleted_from_a_redis_that_is_full(
-        self, store: RedisSessionStore, server: ValkeyServer
+        self, store: SessionStore, server: ValkeyServer
     ) -> None:
         """Deleting is what frees memory."""
         await self.create(store)
@@ -108,7 +107,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert server.command("EXISTS", *script_keys(KEY)) == b":0\r\n"
 
     async def test_turns_that_an_older_manager_left_behind_are_nobody_s_and_what_is_none_is_left_out(
-        self, store: RedisSessionStore, server: ValkeyServer
+        self, store: SessionStore, server: ValkeyServer
     ) -> None:
         """It knows of no turns when it removes a session."""
         server.command("RPUSH", turns_key(KEY), receipt_text(receipt(7)))
@@ -128,7 +127,7 @@ class RedisContract(SessionChangesContract, UsageContract):
 
     @pytest.mark.parametrize("change", [("HDEL", "holders"), ("HSET", "holder", "pod-of-an-older-manager")])
     async def test_a_row_that_an_older_release_wrote_does_not_know_its_holders(
-        self, store: RedisSessionStore, server: ValkeyServer, change: tuple[str, ...]
+        self, store: SessionStore, server: ValkeyServer, change: tuple[str, ...]
     ) -> None:
         """Managers of two releases write one row during an upgrade."""
         await self.create(store)
@@ -141,16 +140,14 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert (await store.commit_turn(turn_commit("turn"), now_ms=NOW)).holders is None
 
     @pytest.fixture
-    async def limited(self, server: ValkeyServer) -> AsyncIterator[RedisSessionStore]:
+    async def limited(self, server: ValkeyServer) -> AsyncIterator[SessionStore]:
         server.command("FLUSHALL")
         connection = RedisConnection(server.url, timeout_s=30.0, max_connections=8)
-        store = RedisSessionStore(connection, tombstone_s=TOMBSTONE_S, tenant_contexts_max=self.CONTEXTS_MAX)
+        store = SessionStore(connection, tombstone_s=TOMBSTONE_S, tenant_contexts_max=self.CONTEXTS_MAX)
         yield store
         await store.close()
 
-    async def test_a_context_over_the_limit_leaves_no_key(
-        self, limited: RedisSessionStore, server: ValkeyServer
-    ) -> None:
+    async def test_a_context_over_the_limit_leaves_no_key(self, limited: SessionStore, server: ValkeyServer) -> None:
         await self.fill(limited)
         before = server.command("DBSIZE")
         for number in range(20):
@@ -165,7 +162,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         yield connection
         await connection.close()
 
-    async def test_scripts_survive_a_script_flush(self, store: RedisSessionStore, server: ValkeyServer) -> None:
+    async def test_scripts_survive_a_script_flush(self, store: SessionStore, server: ValkeyServer) -> None:
         await self.create(store)
         server.command("SCRIPT", "FLUSH")
 
@@ -173,7 +170,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert (await self.begin(store))[1] == (PROMPT, ANSWER)
 
     async def test_a_deleted_session_leaves_its_place_in_lists_for_a_while(
-        self, store: RedisSessionStore, server: ValkeyServer, raw: RedisConnection
+        self, store: SessionStore, server: ValkeyServer, raw: RedisConnection
     ) -> None:
         await self.create(store)
         await self.begin(store)
@@ -185,7 +182,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert 0 < await raw.call("PTTL", place_key(KEY)) <= TOMBSTONE_S * 1000
 
     async def test_names_deleted_while_a_page_is_read_hide_no_other(
-        self, store: RedisSessionStore, raw: RedisConnection, monkeypatch: pytest.MonkeyPatch
+        self, store: SessionStore, raw: RedisConnection, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Seen to fail before: each name that left a set moved the rest under an offset, and as many were skipped."""
         names = [name for number in range(20_000) if shard_of("demo", name := f"ctx_{number}") == 0][:100]
@@ -204,11 +201,11 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert await self.ids(store, limit=5, model_id="rare") == (names[84:89][::-1], False)
 
     async def test_a_rewind_whose_reply_was_lost_is_repeated_on_the_connection_and_is_no_mismatch(
-        self, store: RedisSessionStore, server: ValkeyServer
+        self, store: SessionStore, server: ValkeyServer
     ) -> None:
         """Seen failing: the repeat met its own new generation, and the client was told to look again."""
         at = await self.converse(store, 2)
-        deaf = RedisSessionStore(DeafConnection(server.url, timeout_s=10.0, max_connections=2), tombstone_s=TOMBSTONE_S)
+        deaf = SessionStore(DeafConnection(server.url, timeout_s=10.0, max_connections=2), tombstone_s=TOMBSTONE_S)
 
         try:
             assert (await self.rewind(deaf, 1, expected=3)).generation == 4
@@ -219,7 +216,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert await self.transcript(store) == at[1]
 
     async def test_a_full_redis_still_tells_that_a_request_was_answered(
-        self, store: RedisSessionStore, server: ValkeyServer
+        self, store: SessionStore, server: ValkeyServer
     ) -> None:
         await self.commit_kept(store)
         server.command("CONFIG", "SET", "maxmemory", "1")
@@ -233,7 +230,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert ANSWER_KEPT_MS - 60_000 < await store._redis.call("PTTL", record) <= ANSWER_KEPT_MS
 
     async def test_one_of_all_managers_sweeps_until_the_key_has_ended(
-        self, store: RedisSessionStore, raw: RedisConnection
+        self, store: SessionStore, raw: RedisConnection
     ) -> None:
         claims = await asyncio.gather(*(store.claim_sweep(for_ms=60_000) for _ in range(8)))
 
@@ -243,7 +240,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         await until(lambda: store.claim_sweep(for_ms=60_000), what="the claim ends")
 
     async def test_a_tombstone_is_one_key_that_redis_lets_go_by_itself(
-        self, store: RedisSessionStore, server: ValkeyServer, raw: RedisConnection
+        self, store: SessionStore, server: ValkeyServer, raw: RedisConnection
     ) -> None:
         await self.create(store)
         await self.sweep(store, now_ms=NOW + TTL_MS + 1000)
@@ -255,9 +252,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         await self.reserve(store, lease_id="again", now_ms=NOW + TTL_MS + 1000)
         assert await raw.call("PTTL", hash_key) > TOMBSTONE_S * 1000
 
-    async def test_a_session_found_late_leaves_no_tombstone(
-        self, store: RedisSessionStore, server: ValkeyServer
-    ) -> None:
+    async def test_a_session_found_late_leaves_no_tombstone(self, store: SessionStore, server: ValkeyServer) -> None:
         await self.create(store)
         swept = await self.sweep(store, now_ms=NOW + TTL_MS + TOMBSTONE_S * 1000)
 
@@ -265,7 +260,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert server.command("DBSIZE") == b":0\r\n"
 
     async def test_a_wrong_expiry_score_is_put_right_instead_of_believed(
-        self, store: RedisSessionStore, raw: RedisConnection
+        self, store: SessionStore, raw: RedisConnection
     ) -> None:
         await self.create(store)
         _, _, expiry, _ = script_keys(KEY)
@@ -274,7 +269,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert await self.sweep(store, now_ms=NOW + 1) == []
         assert await raw.call("ZSCORE", expiry, "demo:ctx_1") in (NOW + TTL_MS, str(NOW + TTL_MS).encode())
 
-    async def test_the_expiry_score_follows_the_row(self, store: RedisSessionStore, raw: RedisConnection) -> None:
+    async def test_the_expiry_score_follows_the_row(self, store: SessionStore, raw: RedisConnection) -> None:
         """A sweep puts a wrong score right, so only the score itself shows that each script sets it."""
 
         async def score() -> int:
@@ -294,7 +289,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert await score() == TTL_MS + 5
 
     async def test_a_transcript_of_other_bytes_is_never_continued(
-        self, store: RedisSessionStore, raw: RedisConnection
+        self, store: SessionStore, raw: RedisConnection
     ) -> None:
         """Seen to fail without the ValueError caught: the caller got gRPC's UNKNOWN."""
         await self.create(store)
@@ -304,9 +299,7 @@ class RedisContract(SessionChangesContract, UsageContract):
             await self.begin(store)
         assert refused.value.code == "internal_error"
 
-    async def test_a_row_of_the_release_before_is_sent_whole(
-        self, store: RedisSessionStore, raw: RedisConnection
-    ) -> None:
+    async def test_a_row_of_the_release_before_is_sent_whole(self, store: SessionStore, raw: RedisConnection) -> None:
         """Seen to fail with marks believed at any generation: a commit of the release before was not sent."""
         mark = (await self.create(store)).mark
         row, transcript, *_ = script_keys(KEY)
@@ -322,15 +315,13 @@ class RedisContract(SessionChangesContract, UsageContract):
         await raw.call("HDEL", row, "marks")
         assert await self.known(store, later) == (0, (PROMPT, ANSWER, ANSWER, PROMPT))
 
-    async def test_what_is_kept_of_a_request_ends_by_itself(
-        self, store: RedisSessionStore, raw: RedisConnection
-    ) -> None:
+    async def test_what_is_kept_of_a_request_ends_by_itself(self, store: SessionStore, raw: RedisConnection) -> None:
         await self.commit_kept(store)
 
         assert ANSWER_KEPT_MS - 60_000 < await raw.call("PTTL", answer_key(KEY, self.SAID.key)) <= ANSWER_KEPT_MS
 
     async def test_hours_that_are_over_leave_the_ledger_with_the_next_change(
-        self, store: RedisSessionStore, raw: RedisConnection
+        self, store: SessionStore, raw: RedisConnection
     ) -> None:
         ledger = store._bytes.ledger(KEY)
         await self.commit_kept(store)
@@ -345,9 +336,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert min(map(int, found)) >= first
 
     @pytest.mark.parametrize("spoilt", ["another type", "no number"])
-    async def test_a_spoilt_ledger_stops_no_turn(
-        self, store: RedisSessionStore, server: ValkeyServer, spoilt: str
-    ) -> None:
+    async def test_a_spoilt_ledger_stops_no_turn(self, store: SessionStore, server: ValkeyServer, spoilt: str) -> None:
         await self.create(store)
         ledger = store._bytes.ledger(KEY)
         if spoilt == "no number":
@@ -360,7 +349,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert (await store.commit_turn(turn_commit("turn"), now_ms=NOW)).generation == 2
         await store.unregister(KEY, now_ms=NOW)
 
-    async def test_redis_tells_how_it_is_set(self, store: RedisSessionStore, server: ValkeyServer) -> None:
+    async def test_redis_tells_how_it_is_set(self, store: SessionStore, server: ValkeyServer) -> None:
         server.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
         try:
             (info,) = await store.read_info()
@@ -375,7 +364,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert info["maxmemory_policy"] == "noeviction"
 
     async def test_an_acl_that_forbids_info_is_a_refusal_and_no_outage(
-        self, store: RedisSessionStore, server: ValkeyServer
+        self, store: SessionStore, server: ValkeyServer
     ) -> None:
         server.command("ACL", "SETUSER", "default", "-info")
         try:
@@ -386,7 +375,7 @@ class RedisContract(SessionChangesContract, UsageContract):
 
         assert refused.value.code == "internal_error"
 
-    async def test_a_row_stays_in_one_compact_piece(self, store: RedisSessionStore, raw: RedisConnection) -> None:
+    async def test_a_row_stays_in_one_compact_piece(self, store: SessionStore, raw: RedisConnection) -> None:
         """Seen to fail with marks of more than 64 characters: the encoding became hashtable, twice the memory."""
         await self.create(store)
         for generation in range(1, 6):
@@ -394,7 +383,7 @@ class RedisContract(SessionChangesContract, UsageContract):
 
         assert await raw.call("OBJECT", "ENCODING", script_keys(KEY)[0]) in (b"listpack", b"ziplist")
 
-    async def test_what_is_known_and_damaged_is_not_read(self, store: RedisSessionStore, raw: RedisConnection) -> None:
+    async def test_what_is_known_and_damaged_is_not_read(self, store: SessionStore, raw: RedisConnection) -> None:
         """Whoever has it whole goes on; whoever needs it is told, and so is everybody once segments are missing."""
         mark = (await self.create(store)).mark
         await raw.call("LSET", script_keys(KEY)[1], 0, b"\x00garbage")
@@ -406,7 +395,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         with pytest.raises(ContextCacheError):
             await self.known(store, mark)
 
-    async def test_a_transcript_of_a_hundred_thousand_tokens_comes_back_whole(self, store: RedisSessionStore) -> None:
+    async def test_a_transcript_of_a_hundred_thousand_tokens_comes_back_whole(self, store: SessionStore) -> None:
         await self.reserve(store)
         long = replace(PROMPT, token_ids=tuple(range(100_000)), text="word " * 100_000)
         session = await store.commit_turn(replace(first_commit(), segments=(long, ANSWER)), now_ms=NOW)
@@ -417,7 +406,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         session = await store.commit_turn(turn_commit("turn", keep=0), now_ms=NOW)
         assert session.num_tokens == 3
 
-    async def test_commits_racing_for_one_generation_leave_one_of_them(self, store: RedisSessionStore) -> None:
+    async def test_commits_racing_for_one_generation_leave_one_of_them(self, store: SessionStore) -> None:
         await self.create(store)
         await self.begin(store, "a")
         await self.begin(store, "b", now_ms=NOW + LEASE_MS)
@@ -429,9 +418,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert [isinstance(outcome, LeaseLost) for outcome in outcomes] == [True, False, True, False]
         assert len(await self.transcript(store)) == 3
 
-    async def test_a_tombstone_holds_nothing_of_the_client(
-        self, store: RedisSessionStore, raw: RedisConnection
-    ) -> None:
+    async def test_a_tombstone_holds_nothing_of_the_client(self, store: SessionStore, raw: RedisConnection) -> None:
         await self.create(store)
         await self.sweep(store, now_ms=NOW + TTL_MS)
         fields = await raw.call("HGETALL", script_keys(KEY)[0])

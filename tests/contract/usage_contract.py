@@ -9,13 +9,14 @@ from random import Random
 import pytest
 from prometheus_client import CollectorRegistry
 
+from context_manager.layout import DAY_MS, day_of
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
-from context_manager.store import DAY_MS, SessionStore, day_of
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit, Usage
 from tests.kit.seed import random_of
+from tests.kit.session_store import SessionStore
 
 KEYS = {"acme": ("app", "batch"), "globex": ("app",)}
 MIDNIGHT = 1_700_006_400_000
@@ -42,7 +43,9 @@ class RandomDay:
 
     def restart(self) -> None:
         """Have another manager go on over the same store."""
-        self.manager = ContextCacheManager(self._store, clock=self.clock, metrics=ManagerMetrics(CollectorRegistry()))
+        self.manager = ContextCacheManager(
+            self._store._redis, clock=self.clock, metrics=ManagerMetrics(CollectorRegistry())
+        )
 
     async def step(self) -> None:
         """Do one thing some minutes later; where midnight lies between, one in its last and one in its first ms."""

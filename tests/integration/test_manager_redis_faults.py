@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from context_manager.layout import Script
+from context_manager.limits import SessionKey
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_layout import Script
-from context_manager.redis_store import RedisSessionStore
-from context_manager.store import SessionKey
 from context_manager.sweeper import SessionSweeper
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError, ContextNotFound, StoreUnavailable
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit, TurnReceipt, Usage
 from tests.contract.session_changes_contract import beside
 from tests.kit.ports import free_port
+from tests.kit.session_store import SessionStore
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer, valkey_binary
 
@@ -35,12 +35,12 @@ NEW = NewSession("demo", "ctx_1", "smol", ttl_s=600)
 FIRST = TurnCommit("demo", "ctx_1", "create", 0, 0, (Segment(SegmentKind.PROMPT, (1, 2), text="hi"),), "", "pod-1")
 
 
-def store_at(url: str, *, timeout_s: float = 20.0, max_connections: int = 4) -> RedisSessionStore:
+def store_at(url: str, *, timeout_s: float = 20.0, max_connections: int = 4) -> SessionStore:
     connection = RedisConnection(url, timeout_s=timeout_s, max_connections=max_connections)
-    return RedisSessionStore(connection, tombstone_s=3600)
+    return SessionStore(connection, tombstone_s=3600)
 
 
-async def create(store: RedisSessionStore, session_id: str = "ctx_1") -> None:
+async def create(store: SessionStore, session_id: str = "ctx_1") -> None:
     new = replace(NEW, session_id=session_id, model_id=f"model of {session_id}")
     await store.reserve(new, lease_id="create", lease_ttl_ms=30_000, now_ms=NOW)
     await store.commit_turn(replace(FIRST, session_id=session_id), now_ms=NOW)
@@ -195,7 +195,7 @@ async def test_a_script_that_is_wrong_is_a_fault_of_ours_whatever_it_quotes(valk
 
 async def test_an_acl_user_needs_only_our_keys_and_commands(valkey: ValkeyServer) -> None:
     """Seen failing in `add_usage`, which took GET and SET."""
-    commands = "+@hash +@list +@sortedset +@keyspace +eval +evalsha +ping +client|setinfo -@dangerous"
+    commands = "+@hash +@list +@sortedset +@keyspace +eval +evalsha +ping +client|setinfo +time -@dangerous"
     assert valkey.command("ACL", "SETUSER", "manager", "on", ">pa:ss", "~cc:*", *commands.split()) == b"+OK\r\n"
     assert valkey.command("ACL", "SETUSER", "default", "off") == b"+OK\r\n"
     store = store_at(f"redis://manager:pa%3Ass@127.0.0.1:{valkey.port}")
@@ -276,7 +276,7 @@ async def test_two_sweepers_bury_ten_thousand_sessions_once_each_in_bounded_memo
     sweepers = []
     for registry in registries:
         metrics = ManagerMetrics(registry)
-        manager = ContextCacheManager(store, clock=clock, metrics=metrics)
+        manager = ContextCacheManager(store._redis, clock=clock, metrics=metrics)
         sweepers.append(SessionSweeper(manager, metrics=metrics, interval_s=5.0))
     peak_before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     passes = await asyncio.gather(*(sweeper.sweep_pass() for sweeper in sweepers))

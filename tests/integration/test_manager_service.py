@@ -18,9 +18,9 @@ import pytest
 
 from context_manager.__main__ import serve
 from context_manager.client import ContextManagerClient
-from context_manager.redis_layout import session_key
+from context_manager.layout import session_key
+from context_manager.limits import SessionKey
 from context_manager.settings import ManagerSettings
-from context_manager.store import SessionKey
 from contextcache.errors import (
     ContextBusy,
     ContextExists,

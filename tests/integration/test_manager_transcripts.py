@@ -10,7 +10,6 @@ import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,16 +18,14 @@ from hypothesis import strategies as st
 from context_manager import refusals
 from context_manager.__main__ import serve
 from context_manager.client import ContextManagerClient
+from context_manager.limits import SessionKey
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_layout import script_keys
 from context_manager.segments import pack_segment
 from context_manager.settings import ManagerSettings
-from context_manager.store import SessionKey
 from contextcache.errors import ContextCacheError, ContextNotFound, LeaseLost
 from contextcache.model import CacheSessionMetadata, NewSession, Segment, SegmentKind, TurnCommit
 from contextcache.names import new_cache_ref, new_session_id
-from contextcache.v1 import context_manager_pb2 as pb
-from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
+from tests.kit.session_store import script_keys
 from tests.kit.valkey import ValkeyServer
 
 TENANT, LEASE_MS = "demo", 60_000
@@ -251,19 +248,6 @@ async def test_a_damaged_part_that_is_sent_makes_the_pod_forget_the_rest(world: 
     await world.begin("a", read_only=True)
 
     assert world.sent["a"] == (0, 3)
-
-
-async def test_a_pod_of_the_release_before_gets_the_transcript_as_it_did(world: World) -> None:
-    await world.create("a", [ONE, TWO])
-    stub: Any = pb_grpc.ContextManagerServiceStub(world.pods["a"]._connection.channel())
-    request = pb.BeginTurnRequest(
-        tenant=TENANT, session_id=world.key.session_id, lease_id="x", lease_ttl_ms=LEASE_MS, read_only=True
-    )
-    reply = await stub.BeginTurn(request, timeout=30)
-
-    assert [list(segment.token_ids) for segment in reply.transcript] == [[1, 1, 1], [2, 2, 2]]
-    assert [segment.text for segment in reply.transcript] == ["é", "éé"]
-    assert (list(reply.packed), reply.known_segments) == ([], 0)
 
 
 async def old_commit(world: World, keep: int, segments: list[Segment]) -> None:

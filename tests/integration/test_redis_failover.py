@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from context_manager.client import ContextManagerClient
+from context_manager.limits import SessionKey
 from context_manager.redis_connection import RedisConnection, ReplicaWait
-from context_manager.redis_store import RedisSessionStore
-from context_manager.store import SessionKey
 from contextcache.errors import ContextNotFound, LeaseLost, StoreUnavailable
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
 from tests.kit.faults.proxy import Proxy
 from tests.kit.manager_process import ManagerProcess, running_manager_process
+from tests.kit.session_store import SessionStore
 from tests.kit.turn_load import TENANT, TurnLoad
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
@@ -213,7 +213,7 @@ async def test_a_repeated_commit_is_waited_for_by_whoever_repeats_it(
     servers.append(pair)
     pair.start(sentinel=False)
     stores = [
-        RedisSessionStore(
+        SessionStore(
             RedisConnection(
                 pair.primary.url, timeout_s=20, max_connections=1, wait=ReplicaWait(num_replicas=1, timeout_ms=500)
             ),

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from context_manager.layout import Script
+from context_manager.limits import SessionKey
 from context_manager.redis_connection import RedisConnection, ReplicaWait
-from context_manager.redis_layout import Script
-from context_manager.redis_store import RedisSessionStore
-from context_manager.store import SessionKey
 from contextcache.errors import AlreadyAnswered, StoreUnavailable
 from contextcache.model import NewSession, Repeatable, Segment, SegmentKind, TurnCommit, Usage
+from tests.kit.session_store import SessionStore
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
 from tests.kit.valkey_failover import FailoverPair
@@ -33,7 +33,7 @@ LEASE: dict[str, Any] = {"lease_id": "lease", "lease_ttl_ms": 30_000}
 COMMIT = TurnCommit("demo", "ctx_1", "lease", 0, 0, (Segment(SegmentKind.PROMPT, (1, 2), text="hi"),), "", "pod-1")
 
 
-async def create(store: RedisSessionStore, said: Repeatable | None = None) -> None:
+async def create(store: SessionStore, said: Repeatable | None = None) -> None:
     await store.reserve(NEW, **LEASE, repeatable=said, now_ms=0)
     await store.commit_turn(replace(COMMIT, repeatable=said), now_ms=0)
 
@@ -96,18 +96,18 @@ def pair(tmp_path: Path) -> Iterator[FailoverPair]:
 
 
 @pytest.fixture
-async def stores(pair: FailoverPair) -> AsyncIterator[list[RedisSessionStore]]:
+async def stores(pair: FailoverPair) -> AsyncIterator[list[SessionStore]]:
     """Three managers' stores: WAIT is about what its own connection wrote."""
     wait = ReplicaWait(num_replicas=1, timeout_ms=500)
     connections = [RedisConnection(pair.primary.url, timeout_s=20, max_connections=1, wait=wait) for _ in range(3)]
-    stores = [RedisSessionStore(connection, tombstone_s=60) for connection in connections]
+    stores = [SessionStore(connection, tombstone_s=60) for connection in connections]
     yield stores
     for store in stores:
         await store.close()
 
 
 async def test_usage_is_waited_for_by_whoever_tells_it_also_again(
-    pair: FailoverPair, stores: list[RedisSessionStore]
+    pair: FailoverPair, stores: list[SessionStore]
 ) -> None:
     """Seen failing: `'int' object is not subscriptable`, always; and a repeat that wrote nothing waited for nothing."""
     first, second, _ = stores
@@ -124,7 +124,7 @@ async def test_usage_is_waited_for_by_whoever_tells_it_also_again(
 
 
 async def test_a_rewind_is_waited_for_by_whoever_asks_for_it_also_again(
-    pair: FailoverPair, stores: list[RedisSessionStore]
+    pair: FailoverPair, stores: list[SessionStore]
 ) -> None:
     """Seen failing: the repeat wrote nothing, waited for nothing and was acknowledged."""
     first, second, _ = stores
@@ -142,7 +142,7 @@ async def test_a_rewind_is_waited_for_by_whoever_asks_for_it_also_again(
 
 @pytest.mark.thorough
 async def test_a_kept_answer_is_told_again_once_the_replicas_have_it(
-    pair: FailoverPair, stores: list[RedisSessionStore]
+    pair: FailoverPair, stores: list[SessionStore]
 ) -> None:
     """Seen failing: a client got the answer of a turn that nobody but the master had."""
     said = Repeatable("a" * 32, "b" * 32)

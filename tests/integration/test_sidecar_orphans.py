@@ -6,14 +6,10 @@ import asyncio
 
 import grpc.aio
 import pytest
-from prometheus_client import CollectorRegistry
 from typing_extensions import override
 
 from context_manager.manager import ContextCacheManager
-from context_manager.memory_store import MemorySessionStore
-from context_manager.metrics import ManagerMetrics
 from context_manager.server import manager_server
-from contextcache.clock import SystemClock
 from contextcache.errors import InvalidRequest, StoreUnavailable
 from contextcache.model import HeldCacheRef
 from contextcache.names import new_cache_ref
@@ -21,6 +17,7 @@ from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from kv_sidecar.orphans import ManagerQuestions
 from tests.kit.ports import free_port
+from tests.kit.session_store import in_valkey
 
 HELD = [HeldCacheRef("demo", f"ctx_{number}", new_cache_ref()) for number in range(3)]
 
@@ -89,8 +86,7 @@ async def test_who_does_not_know_or_does_not_answer_counts_as_silent_in_bounded_
 
 async def test_a_question_that_is_refused_is_told_from_silence(address: str) -> None:
     """The real manager refuses names that no session could have; the sidecar then asks about others first."""
-    clock = SystemClock()
-    manager = ContextCacheManager(MemorySessionStore(), clock=clock, metrics=ManagerMetrics(CollectorRegistry()))
+    manager = ContextCacheManager(**in_valkey())
     server = manager_server(manager, listen=address, max_concurrent_rpcs=16)
     await server.start()
     questions = ManagerQuestions(address, timeout_s=30)

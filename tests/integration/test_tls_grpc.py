@@ -18,8 +18,6 @@ from prometheus_client import CollectorRegistry
 import contextcache.wire.servers
 from context_manager.client import ContextManagerClient
 from context_manager.manager import ContextCacheManager
-from context_manager.memory_store import MemorySessionStore
-from context_manager.metrics import ManagerMetrics
 from context_manager.server import manager_server
 from contextcache.clock import SystemClock
 from contextcache.errors import CacheRefNotFound, ContextNotFound, SidecarUnavailable, StoreUnavailable
@@ -37,6 +35,7 @@ from kv_sidecar.server import serve
 from tests.kit.certificates import NAME, CertificateFiles
 from tests.kit.gateway_parts import SECRET, GatewayParts
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
+from tests.kit.session_store import in_valkey
 from tests.kit.until import until
 from vllm_plugin.turn.app import compose_turns
 from vllm_plugin.turn.settings import TurnSettings
@@ -52,9 +51,7 @@ def certificates(tmp_path):
 
 @asynccontextmanager
 async def running_manager(tls):
-    manager = ContextCacheManager(
-        MemorySessionStore(), clock=SystemClock(), metrics=ManagerMetrics(CollectorRegistry())
-    )
+    manager = ContextCacheManager(**in_valkey())
     server = manager_server(manager, listen="127.0.0.1:0", max_concurrent_rpcs=100, tls=tls)
     await server.start()
     yield server.ports[0]

@@ -1,4 +1,4 @@
-"""Parts of a gateway for tests: sessions over the shipped memory store, sidecars in memory, pods told how to be."""
+"""Parts of a gateway for tests: sessions in a real Valkey, sidecars in memory, pods told how to be."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from random import Random
 from prometheus_client import CollectorRegistry
 
 from context_manager.manager import ContextCacheManager
-from context_manager.memory_store import MemorySessionStore
-from context_manager.metrics import ManagerMetrics
 from contextcache.clock import ManualClock
 from contextcache.errors import StoreUnavailable
 from contextcache.model import Manifest, NewSession, Segment, SegmentKind, TurnCommit, plain_group
@@ -27,6 +25,7 @@ from gateway.settings import GatewaySettings
 from gateway.tenants.keys import hash_key
 from gateway.tenants.limits import FrontLimits, TenantLimits
 from tests.kit.memory_sidecar import MemorySidecar
+from tests.kit.session_store import in_valkey
 
 SECRET = b"s" * 32
 KEY = "test-key-1234567890"
@@ -39,10 +38,10 @@ PREVIOUS_REF = "ref_" + "b" * 32
 
 
 class Directory(ContextCacheManager):
-    """The real manager over the memory store; `down` makes every call fail as an unreachable one does."""
+    """The real manager over a real Valkey; `down` makes every call fail as an unreachable one does."""
 
     def __init__(self, clock: ManualClock):
-        super().__init__(MemorySessionStore(), clock=clock, metrics=ManagerMetrics(CollectorRegistry()))
+        super().__init__(**in_valkey(clock=clock))
         self.down = False
         self.calls: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A gateway on a real socket, with a real context manager (over the memory store) behind real gRPC."""
+"""A gateway on a real socket, with a real context manager (over a real Valkey) behind real gRPC."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ import json
 from contextlib import asynccontextmanager
 
 import aiohttp
-from prometheus_client import CollectorRegistry
 from yarl import URL
 
 from context_manager.manager import ContextCacheManager
-from context_manager.memory_store import MemorySessionStore
-from context_manager.metrics import ManagerMetrics
 from context_manager.server import manager_server
-from contextcache.clock import SystemClock
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
 from gateway.__main__ import Ports, serve
 from gateway.settings import GatewaySettings
 from tests.kit.gateway_parts import KEY, LISTED_CALL, OPERATOR_KEY, OTHER_KEY, REF, SECRET, write_keys
 from tests.kit.ports import free_port
+from tests.kit.session_store import in_valkey
 from tests.kit.stub_engine import StubEngine
 from tests.kit.until import until
 
@@ -33,9 +30,7 @@ class RunningManager:
     """A manager that can be taken away and brought back on the same port."""
 
     def __init__(self):
-        self.manager = ContextCacheManager(
-            MemorySessionStore(), clock=SystemClock(), metrics=ManagerMetrics(CollectorRegistry())
-        )
+        self.manager = ContextCacheManager(**in_valkey())
         self.port = free_port()
 
     async def start(self):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,6 @@ from tests.kit.session_churn import SessionChurn, until_nothing_is_wrong
 from tests.kit.turn_load import TENANT
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
-
-_SKEW = "contextcache_manager_clock_skew_seconds"
 
 
 @dataclass
@@ -66,9 +63,8 @@ async def seconds_until_free(
 ) -> tuple[float, float]:
     """Take a lease through one manager, kill that, and return how long another one calls the session busy.
 
-    Second: the shortest time that would be right; taken off are what passed before the answer came, and how far either
-    manager may be from Redis' time, as it counts from the first answer it got. All calls are repeated while the store
-    does not answer: their leases make that the same as once.
+    Second: the shortest time that would be right, without the time that passed before the answer came. All calls are
+    repeated while the store does not answer: their leases make that the same as once.
     """
     clients = [ContextManagerClient(manager.address, timeout_s=30) for manager in (giver, other)]
     said = Segment(SegmentKind.PROMPT, (1,), text="hi")
@@ -78,7 +74,6 @@ async def seconds_until_free(
         await _answer(lambda: clients[0].reserve(new, lease_id="create", lease_ttl_ms=120_000))
         await _answer(lambda: clients[0].register_session_cache(commit))
         await _answer(lambda: clients[1].locate(TENANT, "ctx_1"))
-        skews = [await asyncio.to_thread(manager.metric, _SKEW) for manager in (giver, other)]
         asked_s = time.monotonic()
         await _answer(lambda: clients[0].begin_turn(TENANT, "ctx_1", lease_id="dead", lease_ttl_ms=lease_ms))
         answered_s = time.monotonic()
@@ -86,7 +81,7 @@ async def seconds_until_free(
         await _answer(
             lambda: clients[1].begin_turn(TENANT, "ctx_1", lease_id="next", lease_ttl_ms=lease_ms), ContextBusy
         )
-        least_s = lease_ms / 1000 - (answered_s - asked_s) - sum(map(abs, skews)) - 0.05
+        least_s = lease_ms / 1000 - (answered_s - asked_s) - 0.05
         return time.monotonic() - asked_s, least_s
     finally:
         for client in clients:

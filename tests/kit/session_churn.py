@@ -14,8 +14,8 @@ from random import Random
 import redis
 from typing_extensions import override
 
-from context_manager.redis_layout import SWEEPER_KEY, ledger_key, script_keys
-from context_manager.store import CONTEXT_BYTES, SessionKey
+from context_manager.layout import CONTEXT_BYTES, SWEEPER_KEY, ledger_key
+from context_manager.limits import SessionKey
 from contextcache.errors import (
     ContextBusy,
     ContextExpired,
@@ -26,6 +26,7 @@ from contextcache.errors import (
 from contextcache.model import NewSession, TtlPolicy, TurnCommit, Usage
 from contextcache.names import new_session_id, shard_of
 from contextcache.terms import Terms
+from tests.kit.session_store import script_keys
 from tests.kit.turn_load import TENANT, SessionRecord, TurnLoad
 from tests.kit.until import until
 

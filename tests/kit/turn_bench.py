@@ -12,12 +12,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from context_manager.manager import ContextCacheManager
-from context_manager.memory_store import MemorySessionStore
-from context_manager.metrics import ManagerMetrics
 from contextcache.clock import Clock, ManualClock
 from contextcache.identity import Identity, sign_identity
 from contextcache.model import SaveOutcome
 from tests.kit.fake_vllm import FakeVllm
+from tests.kit.session_store import in_valkey
 from vllm_plugin.turn.kept import KeptRequests
 from vllm_plugin.turn.lmcache import LMCacheKV
 from vllm_plugin.turn.metrics import TurnMetrics
@@ -128,9 +127,7 @@ class Pod:
         self.sidecar = SidecarInProcess()
         self.lmcache = None if lmcache is None else lmcache(self.clock)
         self.registry = CollectorRegistry()
-        self.manager = DirectoryInProcess(
-            MemorySessionStore(), clock=self.clock, metrics=ManagerMetrics(CollectorRegistry())
-        )
+        self.manager = DirectoryInProcess(**in_valkey(clock=self.clock))
         self.settings = TurnSettings(secret_file=secret_file, **({"rpc_deadline_ms": 60_000} | settings))
         parts: Any = {
             "secret": SECRET,

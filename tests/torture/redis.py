@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 from context_manager.client import ContextManagerClient
-from context_manager.redis_layout import CRASH_POINTS as POINTS
+from context_manager.layout import CRASH_POINTS as POINTS
 from tests.kit.manager_crashes import crash_everywhere
 from tests.kit.manager_process import running_manager_process
 from tests.kit.turn_load import TurnLoad

@@ -10,17 +10,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from context_manager.manager import ContextCacheManager
-from context_manager.memory_store import MemorySessionStore
-from context_manager.metrics import ManagerMetrics
 from contextcache.clock import ManualClock, SystemClock
 from contextcache.model import NewSession
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.fronts import code_of
 from tests.kit.gateway_parts import OPERATOR_KEY
 from tests.kit.gateway_server import RunningManager
+from tests.kit.session_store import in_valkey
 from tests.kit.turn_pod import MODEL, running_turn_pod
 from tests.kit.vllm_words import anthropic_state, responses_state
 from tests.unit.docs.test_openapi import codes_of, document, operations  # noqa: F401 - a fixture
@@ -53,8 +51,7 @@ RACES = {(path, "context_exists") for path in TURNS} | {(CREATE, code) for code 
 async def world(open_front, tmp_path):
     """A context `ctx_mine`, of at most three."""
     clock, manager = ManualClock(SystemClock().now_ms()), RunningManager()
-    store, metrics = MemorySessionStore(tenant_contexts_max=CONTEXTS_MAX), ManagerMetrics(CollectorRegistry())
-    manager.manager = ContextCacheManager(store, clock=clock, metrics=metrics)
+    manager.manager = ContextCacheManager(**in_valkey(tenant_contexts_max=CONTEXTS_MAX, clock=clock))
     await manager.start()
     engine = FakeVllm(state=SimpleNamespace(**vars(anthropic_state()), **vars(responses_state())))
     async with (

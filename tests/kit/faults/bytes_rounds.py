@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
 
-from context_manager.redis_layout import CRASH_POINTS as MANAGER_POINTS
+from context_manager.layout import CRASH_POINTS as MANAGER_POINTS
 from contextcache.errors import ContextCacheError
 from kv_sidecar.crash_points import POINTS as SIDECAR_POINTS
 from kv_sidecar.format.manifest import block_key

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from context_manager.redis_layout import CRASH_POINTS as MANAGER_POINTS
+from context_manager.layout import CRASH_POINTS as MANAGER_POINTS
 from kv_sidecar.crash_points import POINTS as SIDECAR_POINTS
 from tests.kit.faults import arena, files
 from tests.kit.faults.files import Kind

@@ -1,4 +1,4 @@
-"""ContextCacheManager over the memory store: what it checks, when lives and leases end, what it counts."""
+"""ContextCacheManager over a real Valkey: what it checks, when lives and leases end, what it counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry
 
 from context_manager.limits import TtlBounds
 from context_manager.manager import ContextCacheManager
-from context_manager.memory_store import MemorySessionStore
 from context_manager.metrics import ManagerMetrics
 from contextcache.clock import ManualClock
 from contextcache.errors import (
@@ -25,6 +24,7 @@ from contextcache.errors import (
 from contextcache.model import HeldCacheRef, NewSession, Segment, SegmentKind, SessionPage, SessionState, TurnCommit
 from contextcache.names import NUM_SHARDS, new_cache_ref
 from contextcache.terms import Terms
+from tests.kit.session_store import BlockingConnection
 
 PROMPT = Segment(SegmentKind.PROMPT, (1, 2), text="hello")
 ANSWER = Segment(SegmentKind.ANSWER, (3,), text=" you")
@@ -46,10 +46,7 @@ def registry() -> CollectorRegistry:
 @pytest.fixture
 def manager(clock: ManualClock, registry: CollectorRegistry) -> ContextCacheManager:
     return ContextCacheManager(
-        MemorySessionStore(tombstone_s=3600),
-        clock=clock,
-        metrics=ManagerMetrics(registry),
-        ttl_bounds=TtlBounds(60, 7 * 24 * 3600),
+        BlockingConnection(), clock=clock, metrics=ManagerMetrics(registry), ttl_bounds=TtlBounds(60, 7 * 24 * 3600)
     )
 
 

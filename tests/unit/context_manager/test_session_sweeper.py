@@ -10,24 +10,23 @@ import pytest
 from prometheus_client import CollectorRegistry
 from typing_extensions import override
 
-from context_manager.manager import ContextCacheManager
-from context_manager.memory_store import MemorySessionStore
+from context_manager.manager import ContextCacheManager, Swept
 from context_manager.metrics import ManagerMetrics
-from context_manager.store import Swept
 from context_manager.sweeper import SessionSweeper
 from contextcache.clock import ManualClock
 from contextcache.errors import StoreUnavailable
 from contextcache.model import NewSession
+from tests.kit.session_store import BlockingConnection
 
 NEW = NewSession("demo", "ctx_1", "smol", ttl_s=60)
 
 
-class FlakyStore(MemorySessionStore):
-    """A memory store whose sweep failed while `is_away`."""
+class FlakyManager(ContextCacheManager):
+    """A manager whose sweep fails while `is_away`."""
 
     is_away = False
     is_anothers: bool | None = False
-    """None: nobody can tell."""
+    """None: the claim is unknown."""
 
     @override
     async def claim_sweep(self, *, for_ms: int) -> bool:
@@ -36,20 +35,28 @@ class FlakyStore(MemorySessionStore):
         return not self.is_anothers
 
     @override
-    async def take_expired(self, shard: int, *, now_ms: int, limit: int) -> tuple[Swept, ...]:
+    async def _take_expired(self, shard: int, *, limit: int) -> tuple[Swept, ...]:
         if self.is_away:
             raise StoreUnavailable("away")
-        return await super().take_expired(shard, now_ms=now_ms, limit=limit)
+        return await super()._take_expired(shard, limit=limit)
 
 
 class Rig:
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.store = FlakyStore()
         self.registry = CollectorRegistry()
         metrics = ManagerMetrics(self.registry)
-        self.manager = ContextCacheManager(self.store, clock=self.clock, metrics=metrics)
+        self.manager = FlakyManager(BlockingConnection(), clock=self.clock, metrics=metrics)
         self.sweeper = SessionSweeper(self.manager, metrics=metrics, interval_s=5.0)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self.sweeper.sweep_forever())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
 
     def sample(self, name: str) -> float | None:
         return self.registry.get_sample_value(f"contextcache_manager_{name}_total")
@@ -63,7 +70,7 @@ async def test_it_sweeps_at_once_and_then_every_interval() -> None:
     rig = Rig()
     await rig.reserve("ctx_1")
     rig.clock.advance(s=60)
-    rig.sweeper.start()
+    rig.start()
     await asyncio.sleep(1)
     assert rig.sample("sessions_abandoned") == 1
     await rig.reserve("ctx_2")
@@ -73,7 +80,7 @@ async def test_it_sweeps_at_once_and_then_every_interval() -> None:
     await asyncio.sleep(2)
 
     assert rig.sample("sessions_abandoned") == 2
-    await rig.sweeper.stop()
+    await rig.stop()
 
 
 @pytest.mark.looptime
@@ -81,11 +88,11 @@ async def test_it_outlives_a_store_that_is_away(caplog: pytest.LogCaptureFixture
     rig = Rig()
     await rig.reserve("ctx_1")
     rig.clock.advance(s=60)
-    rig.store.is_away = True
-    rig.sweeper.start()
+    rig.manager.is_away = True
+    rig.start()
     await asyncio.sleep(7)
     assert (rig.sample("sweep_failures"), rig.sample("sessions_abandoned")) == (2, 0)
-    rig.store.is_away = False
+    rig.manager.is_away = False
     await asyncio.sleep(5)
 
     assert rig.sample("sessions_abandoned") == 1
@@ -93,11 +100,11 @@ async def test_it_outlives_a_store_that_is_away(caplog: pytest.LogCaptureFixture
     told = ["sweep failed"]
     assert [record.message for record in swept if record.levelno >= logging.WARNING] == told
     assert not any(record.exc_info for record in swept)
-    rig.store.is_away = True
+    rig.manager.is_away = True
     await asyncio.sleep(60)
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == told * 2
     assert rig.sample("sweep_failures") == 14
-    await rig.sweeper.stop()
+    await rig.stop()
 
 
 @pytest.mark.looptime
@@ -110,14 +117,14 @@ async def test_a_fault_of_our_own_is_told_with_its_traceback_once(
         raise KeyError("broken")
 
     monkeypatch.setattr(rig.manager, "sweep", broken)
-    rig.sweeper.start()
+    rig.start()
     await asyncio.sleep(60)
 
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
     assert [record.message for record in errors] == ["sweep failed"]
     assert errors[0].exc_info
     assert rig.sample("sweep_failures") == 12
-    await rig.sweeper.stop()
+    await rig.stop()
 
 
 async def test_a_pass_repeats_until_nothing_is_due() -> None:
@@ -129,31 +136,20 @@ async def test_a_pass_repeats_until_nothing_is_due() -> None:
     assert await rig.sweeper.sweep_pass() == 35
 
 
-async def test_stopping_ends_the_task_and_may_be_repeated() -> None:
-    rig = Rig()
-    await rig.sweeper.stop()
-    rig.sweeper.start()
-    await asyncio.sleep(0)
-    await rig.sweeper.stop()
-    await rig.sweeper.stop()
-
-    assert not [task for task in asyncio.all_tasks() if task.get_name() == "session-sweeper"]
-
-
 @pytest.mark.looptime
 async def test_who_is_not_the_one_does_nothing_until_it_is() -> None:
     rig = Rig()
     await rig.reserve("ctx_1")
     rig.clock.advance(s=60)
-    rig.store.is_anothers = True
-    rig.sweeper.start()
+    rig.manager.is_anothers = True
+    rig.start()
     await asyncio.sleep(60)
     assert rig.sample("sessions_abandoned") == 0
-    rig.store.is_anothers = False
+    rig.manager.is_anothers = False
     await asyncio.sleep(5)
 
     assert rig.sample("sessions_abandoned") == 1
-    await rig.sweeper.stop()
+    await rig.stop()
 
 
 @pytest.mark.looptime
@@ -161,9 +157,9 @@ async def test_who_cannot_know_sweeps() -> None:
     rig = Rig()
     await rig.reserve("ctx_1")
     rig.clock.advance(s=60)
-    rig.store.is_anothers = None
-    rig.sweeper.start()
+    rig.manager.is_anothers = None
+    rig.start()
     await asyncio.sleep(1)
 
     assert rig.sample("sessions_abandoned") == 1
-    await rig.sweeper.stop()
+    await rig.stop()

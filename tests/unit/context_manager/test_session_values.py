@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+from dataclasses import fields
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from context_manager import refusals
+from context_manager.limits import SessionKey
+from context_manager.manager import ContextCacheManager
+from context_manager.refusals import refusal
+from context_manager.row import row_of_reply, stored_fields
 from context_manager.segments import pack_segment, unpack_segment
-from context_manager.session_row import new_row, row_from_fields, row_to_fields
+from contextcache.clock import ManualClock
 from contextcache.model import NewSession, Segment, SegmentKind, SessionMode, TtlPolicy
 from contextcache.names import NUM_SHARDS, shard_of
+from tests.kit.session_store import in_valkey
 
 TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]))
 SEGMENTS = st.builds(
@@ -50,8 +56,9 @@ def test_a_segment_whose_count_and_ids_disagree_is_never_read() -> None:
         unpack_segment(b"\x03" + packed[1:])
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.builds(
+    new=st.builds(
         NewSession,
         tenant=st.just("demo"),
         session_id=st.just("ctx_1"),
@@ -63,13 +70,20 @@ def test_a_segment_whose_count_and_ids_disagree_is_never_read() -> None:
     )
 )
 def test_a_row_survives_its_fields(new: NewSession) -> None:
-    row = replace(
-        new_row(new, lease_id="lease", lease_ttl_ms=5, now_ms=1_700_000_000_000),
-        committed_lease_id="before",
-        num_segments=7,
-    )
+    """What reserve.lua writes is what the client asked for."""
+    manager = ContextCacheManager(**in_valkey(clock=ManualClock(1_700_000_000_000)))
+    lease: dict[str, Any] = {"lease_id": "l", "lease_ttl_ms": 5, "contexts_max": 0, "tenant_sets": []}
+    key = SessionKey("demo", "ctx_1")
+    row = asyncio.run(manager._change("reserve", key, **lease, **stored_fields(new)))[1]
+    session = row_of_reply(key, row).session
 
-    assert row_from_fields("demo", "ctx_1", row_to_fields(row)) == row
+    assert {name: getattr(session, name) for name in stored_fields(new)} == vars_of(new)
+    assert session == asyncio.run(manager.locate("demo", "ctx_1"))
+    assert (session.expires_at_ms - session.created_at_ms, session.holders) == (new.ttl_s * 1000, ())
+
+
+def vars_of(new: NewSession) -> dict[str, Any]:
+    return {field.name: getattr(new, field.name) for field in fields(new)}
 
 
 def test_a_shard_never_changes_because_it_is_part_of_the_key() -> None:
@@ -82,4 +96,4 @@ SHARDS_OF_DEMO = [55, 56, 2, 51]
 
 @pytest.mark.parametrize(("remaining_ms", "retry_after_s"), [(0, 1), (1, 1), (1000, 1), (1001, 2), (30_000, 30)])
 def test_busy_says_when_to_come_back(remaining_ms: int, retry_after_s: int) -> None:
-    assert refusals.busy(remaining_ms).retry_after_s == retry_after_s
+    assert refusal("busy", remaining_ms).retry_after_s == retry_after_s

@@ -20,7 +20,7 @@ MUTANTS = {
     "stale": ("return number == MAX", "return True"),
 }
 CONTRACTS = [ROOT / f"tests/contract/session_{name}_contract.py" for name in ("store", "changes")]
-INHERITING = {f"tests/contract/test_{which}_session_store.py" for which in ("memory", "redis")}
+INHERITING = {f"tests/contract/test_{which}_session_store.py" for which in ("redis",)}
 """Files whose tests stand there, or in themselves."""
 
 

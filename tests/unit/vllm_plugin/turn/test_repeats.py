@@ -191,6 +191,7 @@ async def test_an_answer_outlives_its_context_for_a_day(pod):
     assert is_again(await create(pod, ttl=600), first)
     assert is_again(await ask(pod, session_id, key="t"), turn)
     pod.clock.advance(s=86_400)
+    pod.manager._redis.age(ms=86_400_000)
     assert code(await ask(pod, session_id, key="t")) == (404, "context_not_found")
     anew = await create(pod, ttl=600)
     assert (anew.status, anew.headers["x-context-generation"]) == (200, "1")
@@ -200,6 +201,7 @@ async def test_an_answer_outlives_its_context_for_a_day(pod):
 async def test_a_day_later_a_create_is_refused_while_its_first_context_lives(pod):
     await create(pod, ttl=7 * 24 * 3600)
     pod.clock.advance(s=86_401)
+    pod.manager._redis.age(ms=86_401_000)
 
     assert code(await create(pod, ttl=7 * 24 * 3600)) == (409, "context_exists")
 
@@ -263,7 +265,7 @@ async def test_an_answer_that_is_too_large_is_not_kept_and_its_turn_not_run_agai
 
 async def test_a_tenant_without_bytes_left_is_told_before_anything_runs(pod, engine):
     first = await create(pod, session_id="one")
-    pod.manager._store._tenant_bytes_max = 1
+    pod.manager._bytes._bytes_max = 1
     num_asked = len(engine.generations())
     for refused in (await ask(pod, "one", key="t"), await pod.ask("one", prompt=" more"), await create(pod, key="n")):
         assert code(refused) == (429, "context_quota_exceeded")
@@ -278,7 +280,7 @@ async def test_a_turn_that_ran_out_of_bytes_is_answered_and_not_committed(pod, e
     await create(pod, session_id="one")
 
     def answer(ids):
-        pod.manager._store._tenant_bytes_max = 1
+        pod.manager._bytes._bytes_max = 1
         return "late"
 
     engine.answer = answer
