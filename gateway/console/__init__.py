@@ -1,4 +1,4 @@
-"""The console: a page for people, over the public HTTP API alone. Static files and the headers they are served with.
+"""The console: a page for people. It calls the public HTTP API with the key that its user types.
 
-No data of anybody's is in them, and nothing here knows a tenant: whoever opens the page types a key into it.
+The static files hold no data, and this package knows no tenant.
 """

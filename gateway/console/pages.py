@@ -1,6 +1,6 @@
-"""`/console` and the files that belong to it, out of the installed package, with what keeps a browser from more.
+"""`/console` and its files, from the installed package, with headers that limit the browser.
 
-Read once, when the gateway starts: a file that is missing is found then.
+The files are read when the gateway starts, so a missing file stops the start.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.resources
-import mimetypes
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
@@ -30,11 +30,11 @@ _DIRECTIVES = (
     "trusted-types 'none'",
 )
 POLICY = "; ".join(_DIRECTIVES)
-"""Content-Security-Policy of the page: its own scripts and styles, calls to where it came from, nothing else. No text
-can become markup: there is no type that a sink for HTML takes."""
+"""Content-Security-Policy of the page: its own scripts and styles, and calls to its own origin. No text can become
+markup, because no trusted type exists for HTML."""
 HEADERS = {
     "content-security-policy": POLICY,
-    "cache-control": "no-cache",  # asked again each time, and answered 304: a new release is seen at once
+    "cache-control": "no-cache",  # browsers ask each time and get a 304, so they see a new release at once
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
@@ -42,20 +42,20 @@ HEADERS = {
     "x-content-type-options": "nosniff",
 }
 _INDEX = "index.html"
-_SERVED = {".html", ".css", ".js", ".svg"}
-"""What else lies there, licences and their like, is for whoever reads the source."""
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+"""Media type by suffix. Other files of the folders, such as licences, are not served."""
 _FOLDERS = ("page", "vendored")
-"""Ours, and libraries as they came; one address space."""
+"""Our files and the libraries. Their names share one path."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file as it is sent."""
+    """Answer with one file."""
 
     media_type: str
     whole: bytes
     packed: bytes
-    """By gzip."""
+    """`whole` in gzip."""
     etag: str
 
 
@@ -64,26 +64,27 @@ def read_files() -> dict[str, PageFile]:
     found = {}
     for folder in _FOLDERS:
         for entry in importlib.resources.files("gateway.console").joinpath(folder).iterdir():
-            if any(map(entry.name.endswith, _SERVED)):
-                found[entry.name] = _file(entry.name, entry.read_bytes())
+            if media_type := _MEDIA_TYPES.get(PurePath(entry.name).suffix):
+                whole = entry.read_bytes()
+                etag = f'W/"{hashlib.sha256(whole).hexdigest()[:32]}"'
+                found[entry.name] = PageFile(media_type, whole, gzip.compress(whole, mtime=0), etag)
     return found
 
 
 def console_router() -> APIRouter:
-    """Return the routes of the page; without them `/console` and `/` are not found."""
+    """Return the routes of the console, and of `/`, which leads to it."""
     router = APIRouter()
     files = read_files()
 
-    # No words about them in the OpenAPI document: they are pages, not calls.
-    @router.get("/", include_in_schema=False)
+    @router.get("/")
     async def root() -> Response:
         return RedirectResponse(CONSOLE_PATH)
 
-    @router.get(CONSOLE_PATH, include_in_schema=False)
+    @router.get(CONSOLE_PATH)
     async def page(request: Request) -> Response:
         return _answer(request, files[_INDEX])
 
-    @router.get(f"{CONSOLE_PATH}/{{name}}", include_in_schema=False)
+    @router.get(f"{CONSOLE_PATH}/{{name}}")
     async def page_file(request: Request, name: str) -> Response:
         if name not in files:
             raise PathNotFound("no such path")
@@ -92,19 +93,11 @@ def console_router() -> APIRouter:
     return router
 
 
-def _file(name: str, whole: bytes) -> PageFile:
-    kind, _ = mimetypes.guess_type(name)
-    # Some systems' tables still call it application/javascript.
-    media_type = "text/javascript" if name.endswith(".js") else str(kind)
-    etag = f'W/"{hashlib.sha256(whole).hexdigest()[:32]}"'
-    return PageFile(media_type, whole, gzip.compress(whole, mtime=0), etag)
-
-
 def _answer(request: Request, file: PageFile) -> Response:
     headers = HEADERS | {"etag": file.etag}
     if file.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
-    packed = "gzip" in request.headers.get("accept-encoding", "")
-    if packed:
+    is_packed = "gzip" in request.headers.get("accept-encoding", "")
+    if is_packed:
         headers["content-encoding"] = "gzip"
-    return Response(file.packed if packed else file.whole, headers=headers, media_type=file.media_type)
+    return Response(file.packed if is_packed else file.whole, headers=headers, media_type=file.media_type)

@@ -6,11 +6,12 @@ import datetime as dt
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
-from contextcache.model import CacheSessionMetadata, SessionPage, TurnReceipt, UsageReport
-from gateway.deployment import DeploymentView
+from contextcache.model import CacheSessionMetadata, SessionPage, TenantId, TurnReceipt, UsageReport
 from gateway.kept import KeptConversation, KeptPage
+from gateway.parts import Parts
 from gateway.pods.sidecars import KVState
 from gateway.pods.state import EndpointState
 
@@ -128,30 +129,37 @@ def _used(counts: Mapping[str, int]) -> Json:
     return used | {"saved_seconds": counts.get("saved_ms", 0) / 1000, "byte_hours": hours}
 
 
-def deployment_object(view: DeploymentView) -> Json:
-    """Return the pods of a deployment and a page of its tenants."""
-    requests_max, bytes_max = view.limits.limits
+def deployment_object(parts: Parts, *, limit: int, after: TenantId) -> Json:
+    """Return all pods, and at most `limit` tenants after the name `after`; `limit` is 1 or more.
+
+    Reads memory only, so it answers while the context manager and the pods do not.
+    """
+    key_names, limits = parts.keys.key_names(), parts.tenants
+    following = list(islice((tenant for tenant in key_names if tenant > after), limit + 1))
+    page = following[:limit]
+    requests_max, bytes_max = limits.limits
     return {
         "object": "deployment",
-        "pods": [_pod(state) for state in view.pods],
+        "pods": [_pod(state) for state in sorted(parts.endpoints.states(), key=lambda state: state.endpoint.name)],
         "limits": {
-            "requests_per_second": view.limits.rate_per_s,
-            "burst": view.limits.burst,
+            "requests_per_second": limits.rate_per_s,
+            "burst": limits.burst,
             "requests_in_hand": requests_max,
             "bytes_in_hand": bytes_max,
         },
-        "tenants": [
-            {
-                "tenant": one.tenant,
-                "keys": list(one.key_names[:_KEYS_SHOWN]),
-                "num_keys": len(one.key_names),
-                "requests_in_hand": one.requests,
-                "bytes_in_hand": one.size_bytes,
-            }
-            for one in view.tenants
-        ],
-        "has_more": view.has_more,
-        "last_tenant": view.tenants[-1].tenant if view.tenants else None,
+        "tenants": [_tenant(tenant, key_names[tenant], *limits.held_by(tenant)) for tenant in page],
+        "has_more": len(following) > limit,
+        "last_tenant": page[-1] if page else None,
+    }
+
+
+def _tenant(tenant: TenantId, names: Sequence[str], requests: int, size_bytes: int) -> Json:
+    return {
+        "tenant": tenant,
+        "keys": list(names[:_KEYS_SHOWN]),
+        "num_keys": len(names),
+        "requests_in_hand": requests,
+        "bytes_in_hand": size_bytes,
     }
 
 

@@ -1,8 +1,7 @@
-"""The HTTP front: one FastAPI application that owns all routes (`routes.py`), and every way out of them.
+"""The HTTP front: one FastAPI application. It answers the calls of `routes.py` and carries the others to pods.
 
-A request that a pod answers leaves before FastAPI's middleware and router, with its bytes as they came: they would cost
-8 us a request and 0.3 us a chunk, and `paths.kind_of`, to which Envoy's routes are held too, has told by then what it
-is. Decides nothing.
+A carried request bypasses FastAPI's middleware and router, which would cost 8 us a request and 0.3 us a chunk.
+`paths.kind_of` has classified it by then, as it does for Envoy's routes. This module decides nothing.
 """
 
 from __future__ import annotations
@@ -48,18 +47,18 @@ from gateway.tenants.limits import HeldBody
 log = logging.getLogger(__name__)
 
 _CONTROL_BYTES_MAX = 256 << 10
-"""Of a control call's body: all metadata that there may be, each character escaped, are half of it."""
+"""Largest body of a control call: twice the largest metadata with each character escaped."""
 _CONTROL_BODY_S = 5.0
-"""Seconds without a byte of a control call's body, and for all of it, with one more for each 32 KiB that came."""
+"""Deadline in seconds for the next byte of a control call's body. The whole body has it plus 1 s for each 32 KiB."""
 _LATE_CONNECTS_MAX = 3
-"""Times one request waits for a connection: the last pod may only be busy, and so may this gateway's loop."""
+"""Connect timeouts of one request before a 503. One timeout may only mean a busy pod or a busy event loop here."""
 
 
 class HttpFront(FastAPI):
-    """An ASGI application; errors of every kind leave it in one shape."""
+    """An ASGI application. All of its errors have one form."""
 
     def __init__(self, gateway: Gateway, *, carrier: Carrier) -> None:
-        # No page over the document: its scripts would come from elsewhere, onto the console's origin.
+        # No page shows the document: its scripts would come from other servers and share the console's origin.
         pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}
         super().__init__(redirect_slashes=False, **pages)
         parts = gateway.parts
@@ -81,7 +80,7 @@ class HttpFront(FastAPI):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request, whatever happens; WebSockets are refused."""
+        """Answer one HTTP request. Refuse WebSockets."""
         if scope["type"] != "http":
             await _refuse_protocol(scope, receive, send)
         else:
@@ -95,9 +94,9 @@ class HttpFront(FastAPI):
         except ClientGone:
             log.debug("client gone", extra={"request_id": exchange.request_id})
         except Broken as exc:
-            # Returning without the last message breaks the client's connection: there must be no clean end.
+            # A return without the last message breaks the client's connection, so the answer has no clean end.
             log.warning("answer cut off", extra={"request_id": exchange.request_id, "error": exc.message})
-        except Exception as exc:  # noqa: BLE001  # a fault of ours costs one answer, in the shape of every other error
+        except Exception as exc:  # noqa: BLE001  # a fault of ours costs one answer
             await exchange.send_error(ErrorAnswer.of(exc, request_id=exchange.request_id))
         self._ended(exchange, started_s)
 
@@ -110,11 +109,11 @@ class HttpFront(FastAPI):
             log.debug("request ended", extra={"kind": exchange.kind, **fields})
 
     async def _answer(self, exchange: Exchange) -> None:
-        """Answer here or carry, inside a span that continues the client's trace, or begins one."""
+        """Answer or carry, inside a span that continues the client's trace or begins one."""
         kind = self.gateway.kind_of(exchange.method, exchange.path)
         exchange.kind = kind.value
         if kind is Kind.OWN:
-            # The server sends no body where HEAD was asked, and the routes know GET alone.
+            # The routes know GET only. The server omits the body of an answer to HEAD.
             scope = {**exchange.scope, "method": "GET"} if exchange.method == "HEAD" else exchange.scope
             await super().__call__(scope, exchange.receive, exchange.send)
             return
@@ -131,22 +130,16 @@ class HttpFront(FastAPI):
                     fail(span, str(exchange.status))
 
     async def _control(self, admission: Admission, exchange: Exchange) -> None:
-        """Have a route answer, the small body that some calls have in its hand."""
+        """Let a route answer, with the request's body in memory."""
         with HeldBody(self.parts.tenants, admission.tenant, self._control_limits) as held:
             body = b""
             if exchange.method in {"PATCH", "POST"}:
                 body = await exchange.read_body(held)
-            exchange.scope["state"] = {
-                "tenant": admission.tenant,
-                "key": admission.caller.key,
-                "operator": admission.caller.operator,
-                "request_id": exchange.request_id,
-                "body": body,
-            }
+            exchange.scope["state"] = {"admission": admission, "request_id": exchange.request_id, "body": body}
             await super().__call__(exchange.scope, exchange.receive, exchange.send)
 
     async def _carry(self, admission: Admission, exchange: Exchange) -> None:
-        """Take the body in, choose the pod, and carry there."""
+        """Read the body, choose the pod and carry the request to it."""
         with HeldBody(self.parts.tenants, admission.tenant, self.parts.limits) as held:
             body = await exchange.read_body(held)
             before_s = time.perf_counter()
@@ -157,7 +150,7 @@ class HttpFront(FastAPI):
             await self._carry_to_any(forward, body, exchange)
 
     async def _carry_to_any(self, forward: Forward, body: bytes, exchange: Exchange) -> None:
-        """Carry to the chosen pod, or to another while pods take no connection. Raises NoReadyEndpoint."""
+        """Carry to the chosen pod, and to another one after a failed connection. Raises NoReadyEndpoint."""
         num_late = 0
         while True:
             name = forward.endpoint.name
@@ -178,7 +171,7 @@ class HttpFront(FastAPI):
                     ) from exc
                 forward = await self.gateway.reroute(forward, unreachable=name, certain=False)
             except ConnectFailed:
-                # Ends: a refused pod is not chosen again before a probe has found it healthy.
+                # The loop ends: a pod that refused is not chosen again before a probe finds it healthy.
                 forward = await self.gateway.reroute(forward, unreachable=name)
 
     @override
@@ -188,9 +181,9 @@ class HttpFront(FastAPI):
 
 
 class _Cors(CORSMiddleware):
-    """Tells browsers that a page of a listed origin may call and read; to others a pod must not say so either.
+    """CORS for the listed origins. For other origins it removes the CORS headers of pods.
 
-    Keys travel in a header that the page itself sets, so credentials of the browser's are never allowed.
+    A page sends its key in a header, so cookies are never allowed.
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
@@ -233,7 +226,7 @@ class _Cors(CORSMiddleware):
 
 
 def _with_own_path(scope: Scope) -> Scope:
-    """Return a request for a path of ours without the slash at its end, so that routes and pods know it."""
+    """Return the scope with the path that routes and pods know: one of ours has no slash at its end."""
     path = own_path(scope["path"])
     return scope if path == scope["path"] else {**scope, "path": path, "raw_path": path.encode()}
 
@@ -246,7 +239,7 @@ async def _refuse_protocol(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _typed_answer(request: Request, exc: Exception) -> Response:
-    """Answer an error of a route, or what FastAPI says of a request."""
+    """Answer an error of a route or of FastAPI."""
     answer = ErrorAnswer.of(_typed(exc), request_id=getattr(request.state, "request_id", ""))
     return Response(answer.body, status_code=answer.status, headers=dict(answer.headers))
 

@@ -1,8 +1,8 @@
-"""Carries bytes between a client and a pod, both ways, without looking at them.
+"""Carries requests to pods and their answers to clients without parsing either.
 
-aiohttp, because it costs a tenth of httpx's CPU per request. A chunk of the answer is sent on when it arrives.
-The request body is held whole (up to the limit): forbidden keys may stand at its very end, a body over the limit
-must be refused before a pod sees any of it, and a pod that refuses the connection can be replaced by another.
+aiohttp costs a tenth of httpx's CPU per request. Each chunk of an answer is sent on when it arrives. The request body
+is held whole, up to the limit. Forbidden keys may be at its end, a body over the limit must not reach a pod, and
+another pod can get the body if one refuses the connection.
 """
 
 from __future__ import annotations
@@ -33,36 +33,38 @@ _HOP_BY_HOP = frozenset(
     | {"transfer-encoding", "upgrade"}
 )
 _NOT_TO_POD = _HOP_BY_HOP | {"host", "content-length", "expect", REQUEST_ID_HEADER}
-"""Made anew for the connection to the pod."""
+"""Headers that the connection to the pod gets anew, or lacks."""
 _NOT_TO_CLIENT = frozenset({b"date", b"server", REQUEST_ID_HEADER.encode()}) | {name.encode() for name in _HOP_BY_HOP}
-"""Made anew for the connection to the client."""
+"""Headers that the connection to the client gets anew, or lacks."""
 _WHOLE_BYTES_MAX = 1 << 20
-"""aiohttp writes larger bytes objects in one go; from a file object it writes in pieces."""
+"""Largest body that aiohttp gets as bytes and writes at once. It writes a file object in pieces."""
 _KEEP_ALIVE_S = 2.0
-"""Below the 5 s after which vLLM closes an idle connection, so that no request is sent into a closing one."""
+"""Seconds that an idle connection stays open. vLLM closes it after 5 s, and no request may meet the closing."""
 
 SILENT_S = 10
-"""Silence after which the peer's kernel is asked whether it is there."""
+"""Seconds of silence before the first TCP keepalive probe."""
 ASK_AGAIN_S = 3
+"""Seconds between keepalive probes."""
 QUESTIONS_MAX = 3
+"""Unanswered keepalive probes that end the connection."""
 UNCONFIRMED_MS = 15_000
-"""Longest time that bytes may stay unconfirmed."""
+"""Longest time that sent bytes may stay unacknowledged."""
 
 
 class ConnectFailed(ContextCacheError):
-    """The pod refused the connection: nothing was sent, another pod may be tried."""
+    """The pod refused the connection. Nothing was sent, so another pod can be tried."""
 
 
 class ConnectTimedOut(ConnectFailed):
-    """The pod did not take the connection in time: it is gone without a word, or it or this gateway is busy."""
+    """The pod did not accept the connection in time. It vanished, or the pod or this gateway is busy."""
 
 
 class Broken(ContextCacheError):
-    """The pod broke off after its answer had started: the client's connection has to break as well."""
+    """The pod's answer broke off after its start. The client's connection must break too."""
 
 
 def carrier_session(*, connect_timeout_s: float, idle_timeout_s: float) -> aiohttp.ClientSession:
-    """Return the connections to the pods; requests in flight are bounded by the front. The caller closes it."""
+    """Return the connections to the pods, which the caller closes. The front bounds the requests in flight."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, socket_factory=_open_pod_socket),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s),
@@ -83,16 +85,16 @@ class Carrier:
         metrics: Metrics,
         tls: WatchedTls | None = None,
     ) -> None:
-        """`tls`: how pods with an https URL are spoken to."""
+        """`tls`: certificates for pods with an https URL."""
         self._session = session
         self._tls = tls
         self._total_timeout_s = total_timeout_s
         self._metrics = metrics
 
     async def carry(self, forward: Forward, body: bytes, exchange: Exchange) -> None:
-        """Carry one request and its answer; a client that goes away ends the pod's work at once.
+        """Carry one request and its answer. Close the pod's connection at once when the client closes its own.
 
-        Raises ConnectFailed, ConnectTimedOut, EngineFailed (nothing was answered yet), Broken, ClientGone.
+        Raises ConnectFailed, ConnectTimedOut, EngineFailed (before the answer's start), Broken, ClientGone.
         """
         gone = False
         try:
@@ -124,12 +126,12 @@ class Carrier:
                 exchange.method,
                 URL(forward.endpoint.url + exchange.target, encoded=True),
                 headers=_headers_to_pod(forward, exchange),
-                # None for a bodiless GET; a POST says that its body is empty.
+                # None for a GET without a body. A POST declares that its body is empty.
                 data=_payload(data) if data or exchange.method not in {"GET", "HEAD"} else None,
                 allow_redirects=False,
                 **tls_arguments(forward.endpoint.url, self._tls),
             ) as answer:
-                # Left before its end, aiohttp closes the connection, so that the pod notices.
+                # After an early exit aiohttp closes the connection, so the pod notices.
                 await self._answer(answer, exchange)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
             self._metrics.broken_exchanges.labels("connect").inc()
@@ -177,13 +179,13 @@ def _payload(data: bytes) -> bytes | io.BytesIO:
 
 
 def _open_pod_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return an unconnected socket that notices a pod whose node is gone without a word.
+    """Return an unconnected socket that detects a node that vanished.
 
-    The kernel answers for a pod that is merely busy, so nothing here cuts off a long answer. Envoy has the same times:
+    The kernel of a busy pod answers the probes, so a long answer is not cut off. Envoy has the same times:
     gateway/envoy/envoy.yaml.j2.
     """
     family, kind, _, _, _ = address
-    # By name, not 0: asyncio turns Nagle's algorithm off only for a socket that says it is TCP.
+    # asyncio turns Nagle's algorithm off only for sockets with an explicit TCP protocol.
     opened = socket.socket(family, kind, socket.IPPROTO_TCP)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):  # Linux

@@ -1,4 +1,4 @@
-"""One HTTP request on ASGI: its head, its body up to a bound, its answer. Knows nothing of routing."""
+"""One HTTP request on ASGI: its head, its bounded body and its answer. Knows no routing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.tenants.limits import HeldBody
 
 
 class Exchange(FrontRequest):
-    """One request and its answer. Every answer gets `x-request-id`."""
+    """One request and its answer. Each answer has `x-request-id`."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -23,23 +23,23 @@ class Exchange(FrontRequest):
         self.raw_headers: list[tuple[str, str]] = [
             (name.decode("latin-1").lower(), header_text(value)) for name, value in scope["headers"]
         ]
-        # The path is decoded, as the pod's router will see it too.
+        # The path is decoded, as in the pod's router.
         super().__init__(scope["method"], scope["path"], joined_headers(self.raw_headers))
         self.status: int | None = None
-        """Status sent; None until the answer has started."""
+        """Status of the answer; None until it has started."""
         self._send = send
 
     @property
     def target(self) -> str:
-        """Path and query as they were sent, still encoded."""
+        """Path and query, encoded as the client sent them."""
         raw: bytes = self.scope.get("raw_path") or self.path.encode()
         query: bytes = self.scope.get("query_string", b"")
-        # Some servers put the query into raw_path as well.
+        # Some servers also put the query into raw_path.
         path = raw.partition(b"?")[0].decode("latin-1")
         return f"{path}?{query.decode('latin-1')}" if query else path
 
     async def read_body(self, held: HeldBody) -> bytes:
-        """Return the whole body, which is in `held` then.
+        """Return the whole body and count it in `held`.
 
         Raises BodyTooLarge, UploadTooSlow, NoReadyEndpoint, TooManyInFlight, ClientGone.
         """
@@ -62,9 +62,9 @@ class Exchange(FrontRequest):
         return message.get("body", b""), message.get("more_body", False)
 
     async def _discard_body(self, held: HeldBody) -> None:
-        """Read a refused body as far and as long as any: most clients read no answer before they have sent everything.
+        """Read a refused body within the bounds of any body, because most clients read the answer after they sent all.
 
-        A proxy that is answered before it has passed the whole body on ends the client's connection.
+        Some proxies break the client's connection if the answer precedes the end of the body.
         """
         with suppress(BodyTooLarge, UploadTooSlow):
             more = True
@@ -73,7 +73,7 @@ class Exchange(FrontRequest):
                 held.came(len(piece))
 
     async def send(self, message: Message) -> None:
-        """Send one ASGI message; the first one gets the request id."""
+        """Send one ASGI message. The first one gets the request id."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", ()), (REQUEST_ID_HEADER.encode(), self.request_id.encode())]
@@ -85,7 +85,7 @@ class Exchange(FrontRequest):
         await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
     async def send_error(self, answer: ErrorAnswer) -> None:
-        """Send the answer, unless another one has begun."""
+        """Send the answer unless another one has started."""
         if self.status is not None:
             return
         headers = [(name.encode(), value.encode()) for name, value in answer.headers]

@@ -52,10 +52,10 @@ def query_parameters(operation_id: str) -> frozenset[str]:
 
 
 @cache
-def body_fields(operation_id: str) -> frozenset[str]:
-    """Return the names of the fields that a call answered here takes in its body."""
-    content = operations(document())[operation_id]["requestBody"]["content"]
-    return frozenset(content["application/json"]["schema"]["properties"])
+def body_fields(operation_id: str) -> tuple[frozenset[str], bool]:
+    """Return the names of an operation's body fields, and whether the body is required."""
+    body = operations(document())[operation_id]["requestBody"]
+    return frozenset(body["content"]["application/json"]["schema"]["properties"]), body["required"]
 
 
 def operations(found: Json) -> dict[str, Json]:

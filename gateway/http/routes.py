@@ -15,14 +15,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BeforeValidator
 
 from contextcache.claim import read_object
-from contextcache.errors import OperatorOnly
+from contextcache.errors import ModelNotFound, OperatorOnly
 from contextcache.fields import refuse_unknown
-from contextcache.model import MAX_LIST_LIMIT, TenantId
+from contextcache.model import MAX_LIST_LIMIT
 from contextcache.names import KEPT_PREFIX, check_generation
 from contextcache.terms import read_generation, read_if_match, read_session_id, read_terms
 from gateway.contexts import NewFork
-from gateway.deployment import deployment_view, model_seen_s
-from gateway.flows import Gateway
+from gateway.flows import Admission, Gateway
 from gateway.http.answers import (
     Json,
     context_list,
@@ -47,14 +46,19 @@ def _day(said: object) -> date:
     return day
 
 
-def _gateway(request: Request) -> Gateway:
-    gateway: Gateway = request.app.gateway
-    return gateway
+class ControlCall:
+    """A call that the gateway answers: the gateway, and the sender."""
 
+    def __init__(self, request: Request) -> None:
+        """Read them from a request with the admission in its state."""
+        admission: Admission = request.state.admission
+        self.gateway: Gateway = request.app.gateway
+        self.tenant, self.caller = admission.tenant, admission.caller
 
-def _tenant(request: Request) -> TenantId:
-    tenant: TenantId = request.state.tenant
-    return tenant
+    def check_operator(self, refusal: str) -> None:
+        """Raise OperatorOnly with `refusal` unless the key is an operator's."""
+        if not self.caller.operator:
+            raise OperatorOnly(refusal)
 
 
 async def _known_query(request: Request) -> None:
@@ -63,21 +67,20 @@ async def _known_query(request: Request) -> None:
 
 
 async def _fields(request: Request) -> Json:
-    """Return the body, a JSON object. Raises InvalidRequest with line and column, or with an unknown field."""
+    """Return the body, a JSON object; an empty one for no body where the document allows none.
+
+    Raises InvalidRequest with line and column, or with an unknown field.
+    """
+    names, is_required = body_fields(request.scope["route"].name)
+    if not request.state.body and not is_required:
+        return {}
     fields = read_object(request.state.body)
-    refuse_unknown(fields, body_fields(request.scope["route"].name))
+    refuse_unknown(fields, names)
     return fields
 
 
-async def _fields_or_none(request: Request) -> Json:
-    """Return the body as `_fields` does, and an empty object for an empty body."""
-    return await _fields(request) if request.state.body else {}
-
-
-AskedGateway = Annotated[Gateway, Depends(_gateway)]
-Tenant = Annotated[TenantId, Depends(_tenant)]
+Asked = Annotated[ControlCall, Depends()]
 Fields = Annotated[dict[str, Any], Depends(_fields)]
-FieldsOrNone = Annotated[dict[str, Any], Depends(_fields_or_none)]
 Limit = Annotated[int, Query(ge=1, le=MAX_LIST_LIMIT)]
 Day = Annotated[date, BeforeValidator(_day)]
 
@@ -87,8 +90,7 @@ operations = APIRouter()
 
 @contexts.get("/v1/context")
 async def list_contexts(
-    gateway: AskedGateway,
-    tenant: Tenant,
+    call: Asked,
     limit: Limit = _LIST_LIMIT,
     after: Annotated[str, Query(max_length=128)] = "",
     model: Annotated[str, Query(max_length=1024)] = "",
@@ -96,98 +98,91 @@ async def list_contexts(
 ) -> Json:
     """List the tenant's live contexts, newest first."""
     if kind == "kept":
-        return kept_list(await gateway.kept.page(tenant, limit=limit, after=after))
-    return context_list(await gateway.contexts.page(tenant, limit=limit, after=after, model=model))
+        return kept_list(await call.gateway.kept.page(call.tenant, limit=limit, after=after))
+    return context_list(await call.gateway.contexts.page(call.tenant, limit=limit, after=after, model=model))
 
 
 @contexts.get("/v1/context/{session_id}")
-async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: str) -> Json:
+async def read_context(call: Asked, session_id: str) -> Json:
     """Describe one context, or one kept conversation, its KV included."""
     if session_id.startswith(KEPT_PREFIX):
-        kept, unreachable = await gateway.kept.read(tenant, session_id)
+        kept, unreachable = await call.gateway.kept.read(call.tenant, session_id)
         return kept_object(kept) | {"unreachable": list(unreachable)}
-    return context_read(*await gateway.contexts.read(tenant, session_id))
+    return context_read(*await call.gateway.contexts.read(call.tenant, session_id))
 
 
 @contexts.patch("/v1/context/{session_id}")
-async def patch_context(gateway: AskedGateway, tenant: Tenant, session_id: str, said: Fields) -> Json:
+async def patch_context(call: Asked, session_id: str, said: Fields) -> Json:
     """Change the ttl, policy or metadata of a context, even while a turn runs."""
-    return context_object(*await gateway.contexts.patch(tenant, session_id, read_terms(said)))
+    return context_object(*await call.gateway.contexts.patch(call.tenant, session_id, read_terms(said)))
 
 
 @contexts.delete("/v1/context/{session_id}")
-async def delete_context(gateway: AskedGateway, tenant: Tenant, session_id: str) -> Json:
+async def delete_context(call: Asked, session_id: str) -> Json:
     """Delete a context, or a kept conversation, and its KV."""
     if session_id.startswith(KEPT_PREFIX):
-        unreachable = list(await gateway.kept.delete(tenant, session_id))
+        unreachable = list(await call.gateway.kept.delete(call.tenant, session_id))
         status = "partial" if unreachable else "success"
         return {"session_id": session_id, "status": status, "unreachable": unreachable}
-    await gateway.contexts.delete(tenant, session_id)
+    await call.gateway.contexts.delete(call.tenant, session_id)
     return {"session_id": session_id, "status": "success"}
 
 
 @contexts.post("/v1/context/{session_id}/fork", status_code=201)
-async def fork_context(
-    request: Request, gateway: AskedGateway, tenant: Tenant, session_id: str, said: FieldsOrNone
-) -> Json:
+async def fork_context(call: Asked, session_id: str, said: Fields) -> Json:
     """Create a context with the turns of this one, without copying its KV."""
     named = read_session_id(said.get("session_id"))
-    fork = NewFork(read_generation(said), named, read_terms(said), request.state.key)
-    return context_object(*await gateway.contexts.fork(tenant, session_id, fork))
+    fork = NewFork(read_generation(said), named, read_terms(said), call.caller.key)
+    return context_object(*await call.gateway.contexts.fork(call.tenant, session_id, fork))
 
 
 @contexts.post("/v1/context/{session_id}/rewind")
 async def rewind_context(
-    gateway: AskedGateway,
-    tenant: Tenant,
+    call: Asked,
     session_id: str,
     said: Fields,
     if_match: Annotated[str | None, Header()] = None,
 ) -> Json:
     """Rewind a context to an earlier turn. A context at that turn stays unchanged."""
     generation, expected = check_generation(read_generation(said)), read_if_match(if_match)
-    rewound = gateway.contexts.rewind(tenant, session_id, generation=generation, expected_generation=expected)
+    rewound = call.gateway.contexts.rewind(call.tenant, session_id, generation=generation, expected_generation=expected)
     return context_object(*await rewound)
 
 
 @contexts.get("/v1/models/{model:path}")
-async def read_model(gateway: AskedGateway, model: str) -> Json:
+async def read_model(call: Asked, model: str) -> Json:
     """Describe one served model in OpenAI's format."""
-    return {"id": model, "object": "model", "created": model_seen_s(gateway.parts, model), "owned_by": "vllm"}
+    parts = call.gateway.parts
+    if not parts.endpoints.roster().serves(model):
+        raise ModelNotFound(f"the model `{model}` does not exist", param="model")
+    # The time of the call, as in vLLM's own list.
+    return {"id": model, "object": "model", "created": parts.clock.now_ms() // 1000, "owned_by": "vllm"}
 
 
 @contexts.get("/v1/usage")
 async def read_usage(
-    request: Request,
-    gateway: AskedGateway,
-    tenant: Tenant,
+    call: Asked,
     from_: Annotated[Day | None, Query(alias="from")] = None,
     to: Day | None = None,
     of: Annotated[str, Query(alias="tenant", max_length=64)] = "",
 ) -> Json:
     """Return the tenant's usage by day and API key."""
-    if of not in {"", tenant}:
-        _check_operator(request, "this key may read the usage of its own tenant only")
+    if of not in {"", call.tenant}:
+        call.check_operator("this key may read the usage of its own tenant only")
     first_day, last_day = (None if day is None else (day - _EPOCH).days for day in (from_, to))
-    report = await gateway.contexts.usage(of or tenant, first_day=first_day, last_day=last_day)
-    return usage_of_tenant(of or tenant, report, operator=request.state.operator)
+    report = await call.gateway.contexts.usage(of or call.tenant, first_day=first_day, last_day=last_day)
+    return usage_of_tenant(of or call.tenant, report, operator=call.caller.operator)
 
 
 @contexts.get("/v1/deployment")
 async def read_deployment(
-    request: Request,
-    gateway: AskedGateway,
+    call: Asked,
     limit: Limit = _LIST_LIMIT,
     after: Annotated[str, Query(max_length=64)] = "",
 ) -> Json:
     """Return the pods and tenants in the view of this gateway. Needs an operator's key."""
-    _check_operator(request, "only an operator's key may read the deployment")
-    return deployment_object(deployment_view(gateway.parts, limit=limit, after=after))
-
-
-def _check_operator(request: Request, refusal: str) -> None:
-    if not request.state.operator:
-        raise OperatorOnly(refusal)
+    call.check_operator("only an operator's key may read the deployment")
+    return deployment_object(call.gateway.parts, limit=limit, after=after)
 
 
 @operations.get("/healthz")

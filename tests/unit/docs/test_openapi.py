@@ -102,7 +102,7 @@ def test_the_client_has_the_fields_of_a_request(document):
     """Seen to fail with `context_commit` taken out of the client."""
     create, patch, turn = (
         document["components"]["schemas"]["CreateFromPrompt"]["properties"].keys(),
-        body_fields("patch_context"),
+        body_fields("patch_context")[0],
         document["components"]["schemas"]["Completion"]["properties"].keys(),
     )
 
