@@ -23,7 +23,7 @@ from gateway.parts import Parts
 from gateway.pods.endpoints import Source, WatchedEndpoints
 from gateway.pods.kubernetes import KubernetesEndpoints, SliceRules
 from gateway.pods.probe import HttpProbe
-from gateway.pods.sidecars import Holders, SidecarWaits
+from gateway.pods.sidecars import Holders
 from gateway.pods.state import Endpoint, LoadLimits
 from gateway.pods.static import endpoint_file, endpoint_of
 from gateway.settings import GatewaySettings
@@ -33,8 +33,6 @@ from kv_sidecar.client import KVSidecarClient
 
 log = logging.getLogger(__name__)
 
-_PROBES_PER_SIDECAR_PROBE = 5
-"""Probes of a pod for each probe of its sidecar: a sidecar's report changes only with its engine."""
 _FIRST_LIST_S = 10.0
 """Seconds that a starting gateway waits for the first list of pods. After that it listens, not ready."""
 
@@ -82,13 +80,7 @@ async def _parts(settings: GatewaySettings, stack: AsyncExitStack, metrics: Metr
         lambda address: KVSidecarClient(address, timeout_s=settings.delete_timeout_s, tls=tls),
         clock=clock,
         metrics=metrics,
-        waits=SidecarWaits(
-            read_s=settings.sidecar_timeout_s,
-            delete_s=settings.delete_timeout_s,
-            pull_s=settings.pull_timeout_s,
-            poll_s=settings.probe_timeout_s,
-            interval_s=_PROBES_PER_SIDECAR_PROBE * settings.probe_interval_s,
-        ),
+        settings=settings,
     )
     stack.push_async_callback(holders.close)
     _run(stack, holders.run(), "sidecar probes")

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from random import Random
 
 from prometheus_client import CollectorRegistry
@@ -31,6 +32,7 @@ from gateway.pods.roster import Candidates
 from gateway.pods.routing import Choice, RouteQuery
 from gateway.pods.sidecars import Holders
 from gateway.pods.state import Endpoint, EndpointState, Readiness
+from gateway.settings import EndpointSettings, GatewaySettings
 
 MODEL = "8b"
 PROBE_S, STATS_S = 1.0, 5.0
@@ -162,9 +164,12 @@ class World:
     def _gateway(self) -> tuple[WatchedEndpoints, Holders]:
         metrics = Metrics(CollectorRegistry())
         pods = list(self._listed.values())
+        settings = GatewaySettings(
+            secret_file=Path(), endpoints=[EndpointSettings(name=one.name, url=one.url) for one in pods]
+        )
         endpoints = WatchedEndpoints(pods, self._health, metrics=metrics, clock_s=lambda: self.now_s, rng=self.rng)
         return endpoints, Holders(
-            endpoints, None, lambda name: self.pods[self._by_name[name]], clock=self, metrics=metrics
+            endpoints, None, lambda name: self.pods[self._by_name[name]], clock=self, metrics=metrics, settings=settings
         )
 
     async def _health(self, endpoint: Endpoint) -> Health:

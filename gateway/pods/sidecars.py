@@ -18,6 +18,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints, repeat
 from gateway.pods.state import Endpoint
+from gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
     from context_manager.client import ContextManagerClient
@@ -29,6 +30,8 @@ _SEALING_MS = 30_000
 """Age of a context, in ms, from which KV that is not sealed counts as absent, not pending."""
 _FORK_S = 2.0
 """Seconds that a fork waits for the holder's sidecar. It links files and copies none."""
+_PROBES_PER_POLL = 5
+"""Probes of the pods per poll of the sidecars: a sidecar's facts change only with its engine."""
 _NO_TIER = "none"
 """Tier in the answer of a sidecar that does not know it."""
 _TIERS = {number: name.removeprefix("TIER_").lower() for name, number in pb.Tier.items()}
@@ -54,17 +57,6 @@ class KVState:
 _UNREACHABLE = KVState("unreachable", size_bytes=None)
 
 
-@dataclass(frozen=True, slots=True)
-class SidecarWaits:
-    """Seconds that calls of a sidecar may take, and seconds between two polls."""
-
-    read_s: float = 0.5
-    delete_s: float = 5.0
-    pull_s: float = 0.2
-    poll_s: float = 1.0
-    interval_s: float = 5.0
-
-
 class Holders:
     """Clients of the pods' sidecars, opened at their first call and closed when no pod has their address.
 
@@ -80,7 +72,7 @@ class Holders:
         *,
         clock: Clock,
         metrics: Metrics,
-        waits: SidecarWaits | None = None,
+        settings: GatewaySettings,
     ) -> None:
         """`connect` makes a client of a gRPC address, without waiting."""
         self._endpoints = endpoints
@@ -88,7 +80,7 @@ class Holders:
         self._connect = connect
         self._clock = clock
         self._metrics = metrics
-        self._waits = waits or SidecarWaits()
+        self._settings = settings
         self._clients: dict[str, KVSidecarClient] = {}
 
     def names(self) -> list[str]:
@@ -96,9 +88,10 @@ class Holders:
         return [state.endpoint.name for state in self._endpoints.states() if state.endpoint.sidecar]
 
     async def run(self) -> None:
-        """Poll all sidecars every `interval_s` until cancelled."""
+        """Poll all sidecars until cancelled, once per `_PROBES_PER_POLL` probes of the pods."""
         # The loop must survive: only it closes connections to pods that are gone.
-        await repeat(self.ask_all, self._waits.interval_s, "sidecar poll failed", self._metrics)
+        interval_s = _PROBES_PER_POLL * self._settings.probe_interval_s
+        await repeat(self.ask_all, interval_s, "sidecar poll failed", self._metrics)
 
     async def ask_all(self) -> None:
         """Poll every sidecar once, concurrently, and close the clients of pods that are gone."""
@@ -118,13 +111,15 @@ class Holders:
         if not session.cache_ref:
             return KVState("pending" if session.state is SessionState.CREATING else "absent")
         found = await self._asked(
-            session.holder, lambda client: self._sealed_state(client, session), self._waits.read_s
+            session.holder, lambda client: self._sealed_state(client, session), self._settings.sidecar_timeout_s
         )
         return found or _UNREACHABLE
 
     async def kept(self, tenant: TenantId, group: SessionId = "") -> tuple[dict[str, list[KeptGroup]], list[str]]:
         """Return the KV of a tenant's plain requests by pod, and the pods that did not answer."""
-        return await self._asked_all(self.names(), lambda client: client.list_kept(tenant, group), self._waits.read_s)
+        return await self._asked_all(
+            self.names(), lambda client: client.list_kept(tenant, group), self._settings.sidecar_timeout_s
+        )
 
     async def delete_kept(self, tenant: TenantId, group: SessionId) -> list[str]:
         """Delete one conversation's KV at every pod; return the pods that did not answer."""
@@ -148,7 +143,7 @@ class Holders:
                 return ""  # no pod to pull from
             return await client.pull_context(session.tenant, session.cache_refs, peer=holder.sidecar)
 
-        outcome = await self._asked(to.name, pulled, self._waits.pull_s)
+        outcome = await self._asked(to.name, pulled, self._settings.pull_timeout_s)
         if outcome != "":
             self._metrics.pulls.labels(outcome or "unreachable").inc()
 
@@ -164,7 +159,7 @@ class Holders:
         await self._asked_all(
             self._may_have(session),
             lambda client: client.touch_context(session.tenant, session.session_id, session.expires_at_ms),
-            self._waits.read_s,
+            self._settings.sidecar_timeout_s,
             "KV lifetime not extended",
             session_id=session.session_id,
         )
@@ -194,7 +189,9 @@ class Holders:
 
     async def _ask(self, name: str) -> None:
         after = self._endpoints.beginnings_end(name)
-        stats = await self._asked(name, lambda client: client.stats(beginnings_after=after), self._waits.poll_s)
+        stats = await self._asked(
+            name, lambda client: client.stats(beginnings_after=after), self._settings.probe_timeout_s
+        )
         if stats is None:
             self._endpoints.note_sidecar(name, fingerprint="", tiers={})
             return
@@ -213,7 +210,7 @@ class Holders:
 
     async def _close(self, addresses: Sequence[str]) -> None:
         try:
-            async with asyncio.timeout(self._waits.poll_s):
+            async with asyncio.timeout(self._settings.probe_timeout_s):
                 await asyncio.gather(*[self._clients.pop(address).close() for address in addresses])
         except TimeoutError:
             log.warning("sidecar connection did not close in time")
@@ -280,7 +277,7 @@ class Holders:
         freed, unreachable = await self._asked_all(
             names,
             lambda client: client.delete_context(tenant, session_id=session_id, cache_refs=cache_refs),
-            self._waits.delete_s,
+            self._settings.delete_timeout_s,
             "KV not deleted, expires at its TTL",
             session_id=session_id,
         )

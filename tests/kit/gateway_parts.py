@@ -118,9 +118,7 @@ class GatewayParts:
         self.endpoints = WatchedEndpoints(
             endpoints, self.probe, metrics=self.metrics, clock_s=lambda: self.clock.now_ms() / 1000, rng=Random(0)
         )
-        settings = GatewaySettings(
-            secret_file="secret", endpoints=[{"name": one.name, "url": one.url} for one in endpoints], **settings
-        )
+        settings = settings_of(endpoints, **settings)
         parts = Parts(
             settings=settings,
             secret=SECRET,
@@ -133,7 +131,12 @@ class GatewayParts:
             limits=FrontLimits(settings.max_body_bytes),
             endpoints=self.endpoints,
             holders=Holders(
-                self.endpoints, self.directory, self.sidecars.__getitem__, clock=self.clock, metrics=self.metrics
+                self.endpoints,
+                self.directory,
+                self.sidecars.__getitem__,
+                clock=self.clock,
+                metrics=self.metrics,
+                settings=settings,
             ),
             manager=self.directory,
         )
@@ -146,6 +149,12 @@ class GatewayParts:
     def with_parts(self, **changed) -> Gateway:
         """Return a gateway of the same parts, except for those that are given."""
         return Gateway(replace(self.gateway.parts, **changed))
+
+
+def settings_of(endpoints, **settings) -> GatewaySettings:
+    """Return a gateway's settings with a list of pods."""
+    listed = [{"name": one.name, "url": one.url} for one in endpoints]
+    return GatewaySettings(secret_file="secret", endpoints=listed, **settings)
 
 
 def manifest_of(session_id: str, *, tenant="demo", cache_ref=REF, size_bytes=4096) -> Manifest:

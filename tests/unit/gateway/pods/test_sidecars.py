@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry
 from contextcache.clock import ManualClock
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints
-from gateway.pods.sidecars import Holders, SidecarWaits
+from gateway.pods.sidecars import Holders
 from gateway.pods.state import Endpoint
 from kv_sidecar.sealed.matching import Beginnings
-from tests.kit.gateway_parts import Pods
+from tests.kit.gateway_parts import Pods, settings_of
 from tests.kit.memory_sidecar import MemorySidecar
 
 A = Endpoint("a", "http://a", "a:9001")
@@ -47,7 +47,7 @@ def sidecars(endpoints, opened, metrics, clock):
         opened[address].fingerprints = [f"f-{address}", "f-1"]
         return opened[address]
 
-    return Holders(endpoints, None, connect, clock=clock, metrics=metrics)
+    return Holders(endpoints, None, connect, clock=clock, metrics=metrics, settings=settings_of([A]))
 
 
 async def test_a_pod_with_a_sidecar_has_one_client_and_others_have_none(sidecars, opened):
@@ -67,7 +67,12 @@ async def test_a_sidecar_that_fails_or_takes_too_long_counts_as_unreachable(endp
     made = {"a:9001": Silent(), "b:9001": MemorySidecar()}
     made["b:9001"].down = True
     sidecars = Holders(
-        endpoints, None, made.__getitem__, clock=clock, metrics=metrics, waits=SidecarWaits(delete_s=0.001)
+        endpoints,
+        None,
+        made.__getitem__,
+        clock=clock,
+        metrics=metrics,
+        settings=settings_of([A], delete_timeout_s=0.001),
     )
 
     assert await sidecars.delete_kept("demo", "kept_1") == ["a", "b"]
@@ -126,7 +131,12 @@ async def test_a_sidecar_that_does_not_answer_is_waited_for_a_bounded_time(endpo
             await asyncio.Event().wait()
 
     sidecars = Holders(
-        endpoints, None, lambda _: Silent(), clock=clock, metrics=metrics, waits=SidecarWaits(poll_s=0.001)
+        endpoints,
+        None,
+        lambda _: Silent(),
+        clock=clock,
+        metrics=metrics,
+        settings=settings_of([A], probe_timeout_s=0.001),
     )
     await sidecars.ask_all()
 
@@ -160,7 +170,9 @@ async def test_the_asking_goes_on_after_a_fault_of_its_own(metrics, clock):
         return MemorySidecar()
 
     task = asyncio.create_task(
-        Holders(endpoints, None, connect, clock=clock, metrics=metrics, waits=SidecarWaits(interval_s=0)).run()
+        Holders(
+            endpoints, None, connect, clock=clock, metrics=metrics, settings=settings_of([A], probe_interval_s=1e-6)
+        ).run()
     )
     await asked.wait()
     task.cancel()
