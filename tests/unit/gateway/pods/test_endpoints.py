@@ -409,6 +409,20 @@ async def test_a_pod_that_comes_while_others_serve_is_ready_when_envoy_has_had_t
     assert seen == [["a", "b"]] * (_SETTLED_PROBES - 1) + [["a", "b", "c"]]
 
 
+async def test_a_pod_that_comes_back_while_it_has_requests_settles_again(endpoints):
+    """Seen failing without the return to NEW: Envoy's DNS had lost the pod, and one probe made it ready."""
+    await endpoints.probe_all()
+    seen = []
+    with endpoints.carrying("b"):
+        for names in ("a", "ab"):
+            endpoints.follow([Endpoint(name, f"http://{name}") for name in names])
+        for _ in range(_SETTLED_PROBES):
+            await endpoints.probe_all()
+            seen.append(ready(endpoints))
+
+    assert seen == [["a"]] * (_SETTLED_PROBES - 1) + [["a", "b"]]
+
+
 async def test_a_pod_that_comes_when_nobody_serves_is_ready_at_once(endpoints, pods):
     pods.health |= {"a": DOWN, "b": DOWN}
     await endpoints.probe_all()
