@@ -1,1 +1,1 @@
-"""`context-cache ls`, `ask` and the like: the client of `contextcache.client` on a command line."""
+"""Command line over `contextcache.client`: `context-cache ls`, `ask` and more."""

@@ -1,8 +1,7 @@
-"""The commands. Each makes a call or two of `contextcache.client` and prints what came."""
+"""The commands. Each makes a call or two of `contextcache.client` and prints the answer."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import typer
 
 from contextcache.cli import output
 from contextcache.cli.examine import doctor
+from contextcache.cli.options import Id, Json, MaxTokens, Option, Temperature, Ttl, pair, seconds
 from contextcache.cli.place import NotConfigured, find_place, write_place
 from contextcache.cli.release import own_version
 from contextcache.cli.serve import PARTS, start
@@ -22,8 +22,11 @@ from contextcache.client.errors import ApiError, ClientError, NoReadyEndpoint, N
 from contextcache.client.types import ContextInfo, CreateFields, TurnFields
 
 OK, REFUSED, MISUSED, UNREACHABLE = 0, 1, 2, 3
-"""Exit codes: done · the server said no, or who read the output has gone · the command line is wrong, or no server and
-key are known · nobody answered, or something else did, or an answer broke off. After Ctrl-C 130."""
+"""Exit codes.
+
+OK: done. REFUSED: the server refused, or the reader of the output closed it. MISUSED: the command line is wrong, or URL
+and key are missing. UNREACHABLE: no answer, an answer of another program, or an interrupted one. Ctrl-C: 130.
+"""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,30 +36,10 @@ app = typer.Typer(
     help="Work with the contexts of a deployment. The server and the key come from --url and "
     "--api-key-file, from CONTEXT_CACHE_URL and CONTEXT_CACHE_API_KEY, or from `context-cache login`.",
 )
-_SECONDS_OF = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
-Id = Annotated[str, typer.Argument(metavar="ID", help="session_id of a context.", show_default=False)]
-MaxTokens = Annotated[int | None, typer.Option(help="Maximum length of the answer in tokens.", show_default=False)]
-Temperature = Annotated[
-    float | None, typer.Option(help="Sampling temperature. 0: always the likeliest token.", show_default=False)
-]
-
-
-def seconds(said: str) -> int:
-    """Read a length of time, as `docs/reference/command-line.md` has it."""
-    found = re.fullmatch(r"([0-9]{1,9})([smhd]?)", said)
-    if found is None:
-        raise typer.BadParameter(f"{said!r} is not a duration; examples: 3600, 90s, 30m, 1h, 7d")
-    return int(found[1]) * _SECONDS_OF[found[2]]
-
-
-_LIFE: Any = {"parser": seconds, "metavar": "TIME", "show_default": False}
-Ttl = Annotated[int | None, typer.Option(help="Life of the context: seconds, 90s, 30m, 1h or 7d.", **_LIFE)]
 
 
 class _Asked:
-    """What stands before the command."""
+    """Options before the command."""
 
     url: str | None = None
     key_file: Path | None = None
@@ -73,11 +56,9 @@ def _print_version(wanted: bool) -> None:  # noqa: FBT001  # typer's
 
 @app.callback()
 def _options(
-    url: Annotated[
-        str | None, typer.Option(help="URL of the server, such as https://llm.example.org.", show_default=False)
-    ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="File with the API key.", show_default=False)] = None,
-    version: Annotated[  # noqa: ARG001, FBT002  # a flag, which prints and ends
+    url: Annotated[str | None, Option(help="URL of the server, such as https://llm.example.org.")] = None,
+    api_key_file: Annotated[Path | None, Option(help="File with the API key.")] = None,
+    version: Annotated[  # noqa: ARG001  # a flag, which prints and ends
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
@@ -120,7 +101,7 @@ def login(url: Annotated[str, typer.Argument(help="URL of the server.")]) -> Non
 
 
 @app.command(epilog="Example: context-cache models")
-def models(json: Json = False) -> None:  # noqa: FBT002  # a flag
+def models(json: Json = False) -> None:
     """List the served models."""
     with _client() as client:
         for name in client.models():
@@ -129,10 +110,10 @@ def models(json: Json = False) -> None:  # noqa: FBT002  # a flag
 
 @app.command(name="ls", epilog="Example: context-cache ls --model llama --limit 20")
 def list_(
-    model: Annotated[str | None, typer.Option(help="List only contexts of this model.", show_default=False)] = None,
+    model: Annotated[str | None, Option(help="List only contexts of this model.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of lines. 0: all.")] = 100,
-    kept: Annotated[bool, typer.Option("--kept", help="List kept conversations instead of contexts.")] = False,  # noqa: FBT002
-    json: Json = False,  # noqa: FBT002
+    kept: Annotated[bool, typer.Option("--kept", help="List kept conversations instead of contexts.")] = False,
+    json: Json = False,
 ) -> None:
     """List contexts, newest first."""
     with _client() as client:
@@ -149,7 +130,7 @@ def list_(
 
 
 @app.command(epilog="Example: context-cache show ctx_3f2a…")
-def show(session_id: Id, json: Json = False) -> None:  # noqa: FBT002
+def show(session_id: Id, json: Json = False) -> None:
     """Describe one context and its last turns."""
     with _client() as client:
         _print_info(client.contexts.get(session_id).info, json=json)
@@ -159,18 +140,16 @@ def show(session_id: Id, json: Json = False) -> None:  # noqa: FBT002
 def create(  # noqa: PLR0913  # its options
     model: Annotated[str, typer.Argument(help="Name of a model, as `context-cache models` lists it.")],
     prompt: Annotated[str, typer.Argument(help="First prompt. - reads stdin.")],
-    name: Annotated[
-        str | None, typer.Option(help="Name of the context. Without it the server makes one.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, Option(help="Name of the context. Without it the server makes one.")] = None,
     ttl: Ttl = None,
-    sliding: Annotated[bool, typer.Option("--sliding", help="Start the life again with each turn.")] = False,  # noqa: FBT002
+    sliding: Annotated[bool, typer.Option("--sliding", help="Start the life again with each turn.")] = False,
     metadata: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Metadata of the context. May be repeated.", show_default=False),
+        Option(metavar="KEY=VALUE", help="Metadata of the context. May be repeated."),
     ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
-    json: Json = False,  # noqa: FBT002
+    json: Json = False,
 ) -> None:
     """Create a context and answer its first prompt."""
     fields = cast("CreateFields", _turn_fields(max_tokens, temperature))
@@ -181,7 +160,7 @@ def create(  # noqa: PLR0913  # its options
     if name is not None:
         fields["session_id"] = name
     if metadata:
-        fields["metadata"] = dict(_pair(one) for one in metadata)
+        fields["metadata"] = dict(map(pair, metadata))
     with _client() as client:
         _answer(client.contexts.create_stream(model, _text(prompt), **fields), json=json)
 
@@ -192,7 +171,7 @@ def ask(
     prompt: Annotated[str, typer.Argument(help="Text of the turn, without the previous ones. - reads stdin.")],
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
-    json: Json = False,  # noqa: FBT002
+    json: Json = False,
 ) -> None:
     """Continue a context with text."""
     with _client() as client:
@@ -208,7 +187,7 @@ def chat(
     ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
-    json: Json = False,  # noqa: FBT002
+    json: Json = False,
 ) -> None:
     """Continue a context as a chat."""
     fields = _turn_fields(max_tokens, temperature)
@@ -225,15 +204,11 @@ def chat(
 def usage(
     first_day: Annotated[
         str | None,
-        typer.Option(metavar="YYYY-MM-DD", help="First day, in UTC. Default: the last day.", show_default=False),
+        Option(metavar="YYYY-MM-DD", help="First day, in UTC. Default: the last day."),
     ] = None,
-    last_day: Annotated[
-        str | None, typer.Option(metavar="YYYY-MM-DD", help="Last day, in UTC. Default: today.", show_default=False)
-    ] = None,
-    tenant: Annotated[
-        str | None, typer.Option(help="Name of another tenant. Needs an operator's key.", show_default=False)
-    ] = None,
-    json: Json = False,  # noqa: FBT002
+    last_day: Annotated[str | None, Option(metavar="YYYY-MM-DD", help="Last day, in UTC. Default: today.")] = None,
+    tenant: Annotated[str | None, Option(help="Name of another tenant. Needs an operator's key.")] = None,
+    json: Json = False,
 ) -> None:
     """Show usage by day and API key."""
     with _client() as client:
@@ -247,8 +222,10 @@ def usage(
 @app.command(epilog="Example: context-cache extend ctx_3f2a… 1d")
 def extend(
     session_id: Id,
-    ttl: Annotated[int, typer.Argument(help="New life from now: seconds, 90s, 30m, 1h or 7d.", **_LIFE)],
-    json: Json = False,  # noqa: FBT002
+    ttl: Annotated[
+        int, typer.Argument(parser=seconds, metavar="TIME", help="New life from now: seconds, 90s, 30m, 1h or 7d.")
+    ],
+    json: Json = False,
 ) -> None:
     """Set a new life for a context."""
     with _client() as client:
@@ -258,14 +235,10 @@ def extend(
 @app.command(epilog="Example: context-cache fork ctx_3f2a… --generation 3")
 def fork(
     session_id: Id,
-    generation: Annotated[
-        int | None, typer.Option(help="Generation to start from. Default: the newest.", show_default=False)
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the fork. Without it the server makes one.", show_default=False)
-    ] = None,
+    generation: Annotated[int | None, Option(help="Generation to start from. Default: the newest.")] = None,
+    name: Annotated[str | None, Option(help="Name of the fork. Without it the server makes one.")] = None,
     ttl: Ttl = None,
-    json: Json = False,  # noqa: FBT002
+    json: Json = False,
 ) -> None:
     """Create a context that begins with the turns of another."""
     with _client() as client:
@@ -277,7 +250,7 @@ def fork(
 def rewind(
     session_id: Id,
     generation: Annotated[int, typer.Argument(help="Generation to go back to.")],
-    json: Json = False,  # noqa: FBT002
+    json: Json = False,
 ) -> None:
     """Rewind a context to an earlier turn."""
     with _client() as client:
@@ -287,7 +260,7 @@ def rewind(
 @app.command(epilog="Example: context-cache rm ctx_3f2a… ctx_91bc…")
 def rm(
     session_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="session_ids", show_default=False)],
-    json: Json = False,  # noqa: FBT002
+    json: Json = False,
 ) -> None:
     """Delete contexts and their KV.
 
@@ -351,7 +324,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _answer(stream: ReplyStream, *, json: bool) -> None:
-    """Print an answer as it comes."""
+    """Print an answer as it arrives."""
     with stream:
         try:
             for event in stream:
@@ -398,10 +371,3 @@ def _line() -> str:
     if sys.stdin.isatty():
         return str(typer.prompt(">", prompt_suffix=" ", default="", show_default=False))
     return sys.stdin.readline().rstrip("\n")
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise typer.BadParameter(f"{text!r} must be KEY=VALUE", param_hint="--metadata")
-    return key, value

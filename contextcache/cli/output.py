@@ -1,4 +1,4 @@
-"""What is printed: tables for people, JSON for programs. What servers and models say is text, no terminal's order."""
+"""Output: tables for people, JSON for programs. Text of servers and models is printed without control characters."""
 
 from __future__ import annotations
 
@@ -6,37 +6,36 @@ import json
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from contextcache.client.errors import ApiError, ClientError
+from contextcache.client.failures import ApiError, ClientError
 from contextcache.client.types import ContextInfo, KeptInfo, Reply, TurnInfo
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-_ORDERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and new line, what turns the direction of text, and halves of characters, which no stream
-of text takes."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters except tab and new line, marks of text direction, and lone surrogates, which no stream takes."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _ROWS_AT_ONCE = 100
 _WIDTH_WITHOUT_TERMINAL = 1000
 _GAP = 2
 """Spaces between two columns."""
 _CUT, _LEAST_WIDTH = frozenset({"model"}), 6
-"""Columns that may be cut on a narrow terminal, and their least width: a model's name is known from its beginning."""
+"""Columns that a narrow terminal may cut, and their least width: the beginning of a model's name identifies it."""
 
 
 def plain(text: object) -> str:
-    """Return text without what a terminal would obey."""
-    return _ORDERS.sub("\N{REPLACEMENT CHARACTER}", str(text))
+    """Return text without control characters."""
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text))
 
 
 def size(size_bytes: float | None) -> str:
-    """Return a size for people; `-` where it is not known."""
+    """Return a size for people; `-` if it is unknown."""
     if size_bytes is None:
         return "-"
     value = float(size_bytes)
@@ -48,13 +47,13 @@ def size(size_bytes: float | None) -> str:
 
 
 def gib_hours(byte_hours: float) -> str:
-    """Return storage over time in GiB-hours, to three digits. A small figure is no zero."""
+    """Return storage over time in GiB-hours, to three digits. A small figure is not rounded to zero."""
     hours = byte_hours / (1 << 30)
     return "< 0.001" if 0 < hours < 0.001 else f"{hours:.3g}"
 
 
 def left(expires_at: float, now: float | None = None) -> str:
-    """Return how long something lives yet."""
+    """Return the time until an expiry."""
     seconds = expires_at - (time.time() if now is None else now)
     if seconds <= 0:
         return "over"
@@ -64,13 +63,12 @@ def left(expires_at: float, now: float | None = None) -> str:
     return f"{seconds:.0f} s"
 
 
-def console(*, to_stderr: bool = False) -> Console:
-    """Return where rich prints: colours only on a terminal, and not with NO_COLOR."""
+def console() -> Console:
+    """Return rich's console. It prints colours only on a terminal, and not with NO_COLOR."""
     from rich.console import Console
 
-    stream = sys.stderr if to_stderr else sys.stdout
-    width = None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL
-    return Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
+    width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL
+    return Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=width)
 
 
 def print_json(found: Any) -> None:
@@ -80,12 +78,12 @@ def print_json(found: Any) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line for people, beside the output."""
+    """Print a line for people on stderr."""
     print(plain(text), file=sys.stderr)  # noqa: T201  # what a command line does
 
 
 def fault(error: ClientError) -> str:
-    """Return in a line what went wrong, and by what it is found in the server's logs."""
+    """Return an error as one line, with the request id for the server's logs."""
     if not isinstance(error, ApiError):
         return str(error)
     found = filter(None, (error.said_code or str(error.status), error.request_id and f"request {error.request_id}"))
@@ -93,7 +91,7 @@ def fault(error: ClientError) -> str:
 
 
 def receipt(reply: Reply) -> str:
-    """Return in a line what an answer took."""
+    """Return the receipt of an answer as one line."""
     usage = reply.usage.context
     parts = [reply.session_id]
     if reply.generation is not None:
@@ -108,41 +106,34 @@ def receipt(reply: Reply) -> str:
     return " · ".join(parts)
 
 
-def table(
-    heads: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    *,
-    right: Collection[str] = (),
-    drop: Sequence[str] = (),
-    shows_heads: bool = True,
-) -> Table:
-    """Return a table. `right`: heads of columns of numbers. `drop`: columns to leave out of a terminal too narrow."""
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, shows_heads: bool = True) -> Table:
+    """Return a table that fits the terminal: columns are cut or left out."""
     from rich.table import Table
     from rich.text import Text
 
     cells = [[plain(cell) for cell in row] for row in rows]
-    widths = _fitting(heads, cells, drop)
+    widths = _fitting(heads, cells)
     made = Table(box=None, pad_edge=False, header_style="bold")
     for head, width in widths.items():
         made.add_column(
-            head if shows_heads else "", justify="right" if head in right else "left", no_wrap=True, width=width
+            head if shows_heads else "", justify="right" if head in _NUMBERS else "left", no_wrap=True, width=width
         )
     for row in cells:
         made.add_row(*(Text(cell) for head, cell in zip(heads, row, strict=True) if head in widths))
     return made
 
 
-def _fitting(heads: Sequence[str], cells: Iterable[Sequence[str]], drop: Sequence[str]) -> dict[str, int]:
+def _fitting(heads: Sequence[str], cells: Iterable[Sequence[str]]) -> dict[str, int]:
     """Return the columns that fit the terminal, with their widths.
 
-    Models' names are cut first. Then the columns in `drop` go, the first one first: other text and figures stay whole.
+    Names of models are cut first. Then the columns in `_DROP` go, one by one. Other text and figures stay whole.
     """
     from rich.cells import cell_len
 
     columns = list(zip(heads, *cells, strict=True))
     widths = {str(head): max(map(cell_len, (head, *column))) for head, *column in columns}
     limit, cut = console().width, dict[str, int]()
-    for dropped in ("", *drop):
+    for dropped in ("", *_DROP):
         widths.pop(dropped, None)
         too_wide = max(0, sum(widths.values()) + _GAP * (len(widths) - 1) - limit)
         cut = {head: max(min(widths[head], _LEAST_WIDTH), widths[head] - too_wide) for head in _CUT & widths.keys()}
@@ -157,7 +148,7 @@ TURN_HEADS = ("gen", "at", "computed", "cached", "answered", "from", "first s", 
 KEPT_HEADS = ("id", "tokens", "size", "pods", "left")
 _NUMBERS = frozenset({"turns", "tokens", "gen", "left", "size", *USAGE_HEADS[2:], "first s", "took s"})
 _DROP = ("gen", "state", "contexts", "answered", "GiB·h", "at", "pods", "from", "key")
-"""Columns that a narrow terminal leaves out, the first one first. `--json` has all of them."""
+"""Columns that a narrow terminal leaves out, in this order. `--json` has all of them."""
 
 
 def context_row(info: ContextInfo) -> tuple[object, ...]:
@@ -166,12 +157,12 @@ def context_row(info: ContextInfo) -> tuple[object, ...]:
 
 
 def kept_row(info: KeptInfo) -> tuple[object, ...]:
-    """Return something kept as a row under `KEPT_HEADS`."""
+    """Return kept KV as a row under `KEPT_HEADS`."""
     return info.id, info.tokens, size(info.size_bytes), ", ".join(info.pods), left(info.expires_at)
 
 
 def turn_rows(turns: Iterable[TurnInfo]) -> Iterator[tuple[object, ...]]:
-    """Yield what turns took as rows under `TURN_HEADS`."""
+    """Yield receipts of turns as rows under `TURN_HEADS`."""
     for turn in turns:
         tokens = (turn.computed_tokens, turn.cached_tokens, turn.completion_tokens)
         first = "-" if turn.first_token_ms is None else f"{turn.first_token_ms / 1000:.2f}"
@@ -180,7 +171,7 @@ def turn_rows(turns: Iterable[TurnInfo]) -> Iterator[tuple[object, ...]]:
 
 
 def usage_rows(found: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
-    """Yield what was used as rows under `USAGE_HEADS`, and what it comes to."""
+    """Yield usage as rows under `USAGE_HEADS`, and the total."""
     named = [(day["day"], one["key"] or "(stored KV)", one) for day in found["days"] for one in day["keys"]]
     for day, key, one in [*named, ("total", "", found["total"])] if named else ():
         held = sum(one["byte_hours"].values())
@@ -189,16 +180,16 @@ def usage_rows(found: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
 
 
 def print_rows(heads: Sequence[str], rows: Iterator[Sequence[object]]) -> int:
-    """Print rows as they come, a table after the other where there are many; return how many."""
+    """Print rows as they arrive, in tables of 100 rows. Return the number of rows."""
     out, number = console(), 0
     while batch := list(islice(rows, _ROWS_AT_ONCE)):
-        out.print(table(heads, batch, right=_NUMBERS, drop=_DROP, shows_heads=not number))
+        out.print(table(heads, batch, shows_heads=not number))
         number += len(batch)
     return number
 
 
 def shown(info: ContextInfo) -> dict[str, Any]:
-    """Return what there is to say of a context, as people say it."""
+    """Return the fields of a context, for people."""
     said = {name: value for name, value in info.raw.items() if name not in ("object", "recent_turns")}
     said |= {name: _moment(said[name]) for name in ("created", "expires_at")}
     return said | {"bytes": size(info.size_bytes), "left": left(info.expires_at)}
@@ -208,17 +199,17 @@ def _moment(unix_s: Any) -> str:
     try:
         return datetime.fromtimestamp(unix_s, UTC).astimezone().isoformat(" ", "seconds")
     except (TypeError, ValueError, OverflowError, OSError):
-        return str(unix_s)  # what is no time is told as it was said
+        return str(unix_s)  # not a time
 
 
 def _clock(unix_s: Any) -> str:
-    """Return a moment in local time without its year and offset, which are the same in every row."""
+    """Return a moment in local time, without year and offset: all rows have the same."""
     told = _moment(unix_s)
     return told[5:19] if told[:5].endswith("-") else told
 
 
 def fields(found: Mapping[str, Any]) -> RenderableType:
-    """Return what there is to say of one thing, a line each."""
+    """Return fields as lines of name and value. Empty values are left out."""
     from rich.table import Table
     from rich.text import Text
 

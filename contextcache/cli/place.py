@@ -1,4 +1,4 @@
-"""Where the server is and who asks: flags, then the environment, then a small file that `login` writes."""
+"""URL and API key of the command line: from options, then the environment, then the file that `login` writes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import stat
 import tomllib
 from pathlib import Path
 
-from contextcache.client.errors import ClientError
+from contextcache.client.failures import ClientError
 
 URL_VARIABLE, KEY_VARIABLE = "CONTEXT_CACHE_URL", "CONTEXT_CACHE_API_KEY"
 
 
 class NotConfigured(ClientError):
-    """It is not known where the server is, or who asks."""
+    """The URL or the API key is missing."""
 
 
 def config_file() -> Path:
-    """Return where `login` writes: `$XDG_CONFIG_HOME/context-cache/config.toml`, `~/.config` without that."""
+    """Return the file that `login` writes: `$XDG_CONFIG_HOME/context-cache/config.toml`, `~/.config` by default."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "context-cache" / "config.toml"
 
 
@@ -26,12 +26,12 @@ def find_place(url: str | None, key: str | None) -> tuple[str, str]:
     """Return URL and key. Raises NotConfigured, also for a file that others may read."""
     url = url or os.environ.get(URL_VARIABLE)
     if key == "":
-        raise NotConfigured("the API key is empty")  # another one must not stand in for it
+        raise NotConfigured("the API key is empty")  # a stored key must not replace it
     key = key or os.environ.get(KEY_VARIABLE)
     if url and key:
         return url, key
     stored = _read(config_file())
-    # Its key is for its server, and for no other.
+    # The stored key is only for the stored server.
     key = key or (stored.get("api_key") if url in {None, "", stored.get("url")} else None)
     url = url or stored.get("url")
     if not url:
@@ -44,7 +44,7 @@ def find_place(url: str | None, key: str | None) -> tuple[str, str]:
 
 
 def write_place(url: str, key: str) -> Path:
-    """Remember a server and a key, for this user alone; return the file."""
+    """Store a server and a key, readable only for this user. Return the file."""
     file = config_file()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     unready = file.with_suffix(".new")

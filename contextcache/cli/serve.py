@@ -1,6 +1,6 @@
-"""`context-cache serve PART`: starts a process of a deployment. The processes are in context-cache-server.
+"""`context-cache serve PART` starts a process of a deployment. The package context-cache-server has the processes.
 
-Needs no package but the part's own: an image starts its part without loading the command line.
+This module needs only the packages of the part: an image starts its part without loading the command line.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PARTS: Mapping[str, Part] = {
         "Add sidecar and plugin to vLLM pods, as a webhook. `injector payload DIR` copies the plugin.",
     ),
 }
-"""Every part by its name on the command line."""
+"""All parts by their names on the command line."""
 
 
 def start(name: str, arguments: list[str]) -> int:

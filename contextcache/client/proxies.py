@@ -1,7 +1,7 @@
 """The proxy of one server, as `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY` name it, in either case.
 
-httpx reads these variables too, but fails at entries that it does not know, even without need of a proxy. A client of ours
-has one server. So this module chooses the proxy once and passes it to httpx. Loopback never uses a proxy.
+httpx reads these variables too, but fails at entries that it does not know, even if no proxy is needed. A client of
+ours has one server. So this module chooses the proxy once and passes it to httpx. Loopback never uses a proxy.
 """
 
 from __future__ import annotations

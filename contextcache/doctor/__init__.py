@@ -1,1 +1,1 @@
-"""`context-cache doctor`: checks a running deployment from outside and says in words what is wrong."""
+"""`context-cache doctor`: examines a running deployment from outside and reports its faults."""

@@ -1,7 +1,6 @@
-"""Whether the injector would take the pods of a manifest: its own decision, asked before a rollout.
+"""Preview of the injector's decision about the pods of a manifest, before a rollout.
 
-The decision is code of the injector, which belongs to the server's packages. The command line is installed without
-them, so this module imports the injector only when it is called.
+The decision is code of the injector, which is in another distribution. So this module imports the injector on demand.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _NO_TEMPLATE = "it has no pod template: no mapping with a list of `containers`"
 
 
 class NotJudged(ValueError):
-    """Nothing could be judged: no file, no YAML, no pod template, or no injector installed."""
+    """The manifest cannot be judged: no file, no YAML, no pod template, or no injector installed."""
 
 
 def would_inject(
@@ -35,7 +34,7 @@ def would_inject(
 ) -> Iterator[Finding]:
     """Yield a finding for each pod template of a file (`-`: standard input). Raises NotJudged.
 
-    `parts_file`: the `parts.json` of a release; None: that of the chart's default values.
+    `parts_file`: the `parts.json` of a release. None: the chart's default values.
     """
     injector = _Injector()
     try:
@@ -64,7 +63,7 @@ class _Injector:
 
 
 def _read(manifest: str, bytes_max: int) -> bytes:
-    """Return a file's bytes, one more than allowed at most."""
+    """Return the bytes of a file, at most one more than allowed."""
     if manifest == "-":
         return sys.stdin.buffer.read(bytes_max + 1)
     with Path(manifest).open("rb") as file:
@@ -86,6 +85,6 @@ def _finding(preview: Any, *, with_patch: bool) -> Finding:
 
 
 def patch_of(finding: Finding) -> str:
-    """Return the patch of a finding as JSON; empty: it has none."""
+    """Return the patch of a finding as JSON; empty without a patch."""
     patch = finding.facts.get("patch")
     return json.dumps(patch, indent=2) if patch else ""

@@ -19,7 +19,8 @@ from typer import BadParameter
 from typer.testing import CliRunner
 
 from contextcache.cli import output, place
-from contextcache.cli.app import app, seconds
+from contextcache.cli.app import app
+from contextcache.cli.options import seconds
 from contextcache.cli.serve import PARTS
 from contextcache.client import ContextCache, errors
 from contextcache.client.types import context_info
