@@ -166,7 +166,7 @@ class GatewayUnavailable(ContextCacheError, code="gateway_unavailable", http=503
 
 
 class DeadlineExceeded(ContextCacheError, code="deadline_exceeded", http=503, grpc="UNAVAILABLE"):
-    """Behind Envoy, the gateway did not route the request in time."""
+    """The gateway behind Envoy did not route the request in time."""
 
 
 class StoreUnavailable(ContextCacheError, code="store_unavailable", http=503, grpc="UNAVAILABLE"):

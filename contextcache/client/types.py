@@ -101,7 +101,7 @@ class Usage:
     completion_tokens: int
     total_tokens: int
     context: ContextUsage
-    """For an answer without a context, a turn that reused nothing and is not committed."""
+    """An answer without a context counts as a turn that reused nothing and is not committed."""
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 

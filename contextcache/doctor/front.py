@@ -29,7 +29,7 @@ class ApiKey:
 
 
 class Unreachable(Exception):
-    """No answer came. `hint` says what to look at."""
+    """No answer came. `hint` names the things to check."""
 
     def __init__(self, reason: str, hint: str) -> None:
         super().__init__(reason)
@@ -61,7 +61,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class TimedStream:
     """A streamed answer, as the times of its events."""
 
     answer: Answer
@@ -112,19 +112,19 @@ class Front:
             raise self._unreachable(exc) from exc
         return self._answer(response, began_s)
 
-    def stream(self, path: str, body: Any) -> Stream:
+    def stream(self, path: str, body: Any) -> TimedStream:
         """Return the times of a streamed answer's events. Raises Unreachable."""
         began_s, arrivals_s, reader = self._monotonic_s(), list[float](), StreamReader({})
         try:
             response = self._send("POST", path, body)
             if response.status_code != httpx.codes.OK:
-                return Stream(self._answer(self._whole(response), began_s))
+                return TimedStream(self._answer(self._whole(response), began_s))
             with closing(response), suppress(ApiError):
                 for piece in bounded(response, self._timeout_s, monotonic_s=self._monotonic_s):
                     arrivals_s += [self._monotonic_s() - began_s for _ in reader.feed(piece)]
         except (httpx.HTTPError, BrokenStream, NotUnderstood) as exc:
             raise self._unreachable(exc) from exc
-        return Stream(self._answer(httpx.Response(httpx.codes.OK), began_s), arrivals_s, reader.is_finished)
+        return TimedStream(self._answer(httpx.Response(httpx.codes.OK), began_s), arrivals_s, reader.is_finished)
 
     def _send(self, method: str, path: str, body: Any, headers: Mapping[str, str] | None = None) -> httpx.Response:
         key = {} if self.key is None else {"authorization": f"Bearer {self.key.value}"}
