@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -78,10 +78,10 @@ class Admission:
     """Names are in lower case."""
     plain: Plain
     """Treatment of the request if it has no context."""
-    query: RouteQuery
-    """Facts of the head that limit the choice of the pod."""
-    identity: Identity
-    """Sender and request id. The front mints the id, because receipts are found by it."""
+    query: Callable[..., RouteQuery]
+    """Constructor of the query, with the facts of the head that limit the choice of the pod."""
+    identity: Callable[..., Identity]
+    """Constructor of the identity, with sender and request id. The front mints the id: receipts are found by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class Forward:
     """None: send the body unchanged."""
     session: CacheSessionMetadata | None
     """Context of a turn; None for other requests."""
-    identity: Identity | None
-    """Identity to sign for whichever pod is chosen; None: the pod gets none."""
+    identity: Callable[..., Identity] | None
+    """Constructor of the identity to sign for the chosen pod; None: the pod gets none."""
 
     @property
     def routing_headers(self) -> dict[str, str]:
@@ -152,11 +152,11 @@ class Gateway:
             path=path,
             headers=headers,
             plain=allowed(caller.plain, self._plain_max) if may_keep else Plain.OFF,
-            query=RouteQuery(subset=subset, light=path in TOKENIZER_PATHS, tenant=tag),
-            identity=Identity(
+            query=partial(RouteQuery, subset=subset, light=path in TOKENIZER_PATHS, tenant=tag),
+            identity=partial(
+                Identity,
                 caller.tenant,
                 request_id,
-                expires_at_ms=0,
                 context_mode=caller.context_mode,
                 usage=caller.usage,
                 key=caller.key,
@@ -237,10 +237,8 @@ class Gateway:
     async def _create(self, admission: Admission, claims: Claims, session_id: SessionId | None) -> Forward:
         """Route a create. `session_id` is the name that the client gives the context; None: the pod mints one."""
         affinity = prompt_affinity(admission.tenant, claims)
-        query = replace(
-            admission.query, model=claims.model(), affinity=affinity, stays=True, num_tokens=num_tokens_of(claims)
-        )
-        identity = replace(admission.identity, session_id=session_id)
+        query = admission.query(model=claims.model(), affinity=affinity, stays=True, num_tokens=num_tokens_of(claims))
+        identity = partial(admission.identity, session_id=session_id)
         return await self._placed(Kind.CREATE, query, claims.changed(), identity=identity)
 
     async def _continued(self, admission: Admission, claims: Claims, asked: Continued) -> Forward:
@@ -300,7 +298,7 @@ class Gateway:
             _turn_query(admission, session),
             body,
             set_headers=header,
-            identity=replace(admission.identity, session_id=session.session_id, is_branch=is_branch),
+            identity=partial(admission.identity, session_id=session.session_id, is_branch=is_branch),
             session=session,
         )
 
@@ -312,12 +310,11 @@ class Gateway:
             group = group_of(admission.tenant, admission.headers, claims, label_headers)
         salt = ""
         if admission.plain is Plain.KEEP:
-            identity = replace(admission.identity, kept=group)
+            identity = partial(admission.identity, kept=group)
         elif self.parts.settings.salt_stateless and admission.path in SALTED_PATHS:
             # Without a model: the engine's cache separates models itself. A context's salt has one, and so differs.
             salt = cache_salt(admission.tenant, ModelId(""), self.parts.secret)
-        query = replace(
-            admission.query,
+        query = admission.query(
             model=claims.model(),
             affinity=group,
             is_conversation=bool(group),
@@ -333,7 +330,7 @@ class Gateway:
 
     async def _unread(self, admission: Admission, *, has_body: bool) -> Forward:
         """Route a request without a context and with an empty or opaque body."""
-        query = admission.query if has_body else replace(admission.query, light=True)
+        query = admission.query() if has_body else admission.query(light=True)
         return await self._placed(Kind.STATELESS, query, None)
 
     async def _placed(
@@ -343,7 +340,7 @@ class Gateway:
         body: bytes | None,
         *,
         set_headers: Mapping[str, str] = MappingProxyType({}),
-        identity: Identity | None = None,
+        identity: Callable[..., Identity] | None = None,
         session: CacheSessionMetadata | None = None,
     ) -> Forward:
         """Choose the pod, sign the identity for it, and start a pull if a turn leaves its holder."""
@@ -353,14 +350,13 @@ class Gateway:
             headers[TENANT_HEADER] = query.tenant
         if identity is not None:
             now_ms = self.parts.clock.now_ms()
-            identity = replace(
-                identity,
+            signed = identity(
                 issued_at_ms=now_ms,
                 expires_at_ms=now_ms + IDENTITY_TTL_MS,
                 beginning=query.affinity,
                 prefix_at=choice.prefix_at,
             )
-            headers[IDENTITY_HEADER] = sign_identity(identity, self.parts.secret)
+            headers[IDENTITY_HEADER] = sign_identity(signed, self.parts.secret)
         if session is not None and session.holder and choice.endpoint.name != session.holder:
             await self.parts.holders.start_pull(session, to=choice.endpoint)
         return Forward(
@@ -385,4 +381,4 @@ class Gateway:
 
 
 def _turn_query(admission: Admission, session: CacheSessionMetadata) -> RouteQuery:
-    return replace(admission.query, model=session.model_id, holder=session.holder, num_tokens=session.num_tokens)
+    return admission.query(model=session.model_id, holder=session.holder, num_tokens=session.num_tokens)
