@@ -63,7 +63,8 @@ def test_each_wheel_owns_its_import_names_and_no_framework_s(wheels):
 def test_the_wheels_hold_what_is_no_python(wheels):
     """Scripts, the API document, the console's page and the marks of typed packages; no cache of a compiler."""
     client, server = files(wheels["context_cache"]), files(wheels["context_cache_server"])
-    data = [path for name in SERVER_PACKAGES for kind in ("*.lua", "*.yaml", "*.json") for path in (ROOT / name).rglob(kind)]
+    kinds = ("*.lua", "*.yaml", "*.json")
+    data = [path for name in SERVER_PACKAGES for kind in kinds for path in (ROOT / name).rglob(kind)]
     expected = {str(path.relative_to(ROOT)) for path in data}
     console = {str(path.relative_to(ROOT)) for path in (ROOT / "gateway/console").rglob("*.*") if path.suffix != ".pyc"}
 
