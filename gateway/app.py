@@ -48,7 +48,7 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
         carrying = await stack.enter_async_context(
             carrier_session(connect_timeout_s=settings.connect_timeout_s, idle_timeout_s=settings.idle_timeout_s)
         )
-        carrier = Carrier(carrying, total_timeout_s=settings.total_timeout_s, metrics=parts.metrics, tls=parts.tls)
+        carrier = Carrier(parts, carrying)
         yield HttpFront(Gateway(parts), carrier=carrier)
 
 

@@ -23,12 +23,8 @@ _KEYS_SHOWN = 100
 
 def context_list(page: SessionPage) -> Json:
     """Return a page of contexts. A short or empty page names the next page too."""
-    return {
-        "object": "list",
-        "data": [_summary(session) | {"holder": {"endpoint": session.holder}} for session in page.sessions],
-        "has_more": page.has_more,
-        "last_id": page.last_id or None,
-    }
+    data = [_summary(session) | {"holder": {"endpoint": session.holder}} for session in page.sessions]
+    return {"object": "list", "data": data, "has_more": page.has_more, "last_id": page.last_id or None}
 
 
 def context_object(session: CacheSessionMetadata, kv: KVState) -> Json:
@@ -74,13 +70,8 @@ def _turn(turn: TurnReceipt) -> Json:
 def kept_list(page: KeptPage) -> Json:
     """Return a page of kept conversations."""
     data = [kept_object(kept) for kept in page.conversations]
-    return {
-        "object": "list",
-        "data": data,
-        "has_more": page.has_more,
-        "last_id": data[-1]["id"] if data else None,
-        "unreachable": list(page.unreachable),
-    }
+    last_id, unreachable = data[-1]["id"] if data else None, list(page.unreachable)
+    return {"object": "list", "data": data, "has_more": page.has_more, "last_id": last_id, "unreachable": unreachable}
 
 
 def kept_object(kept: KeptConversation) -> Json:

@@ -80,11 +80,8 @@ class HttpFront(FastAPI):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request. Refuse WebSockets."""
-        if scope["type"] != "http":
-            await _refuse_protocol(scope, receive, send)
-        else:
-            await self._cors(scope, receive, send)
+        """Answer one HTTP request. The server passes no other kind of scope."""
+        await self._cors(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(_with_own_path(scope), receive, send)
@@ -229,13 +226,6 @@ def _with_own_path(scope: Scope) -> Scope:
     """Return the scope with the path that routes and pods know: one of ours has no slash at its end."""
     path = own_path(scope["path"])
     return scope if path == scope["path"] else {**scope, "path": path, "raw_path": path.encode()}
-
-
-async def _refuse_protocol(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] != "websocket":
-        raise RuntimeError(f"the gateway does not support {scope['type']}")
-    await receive()
-    await send({"type": "websocket.close", "code": 1000})
 
 
 async def _typed_answer(request: Request, exc: Exception) -> Response:

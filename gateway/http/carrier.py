@@ -1,8 +1,8 @@
 """Carries requests to pods and their answers to clients without parsing either.
 
 aiohttp costs a tenth of httpx's CPU per request. Each chunk of an answer is sent on when it arrives. The request body
-is held whole, up to the limit. Forbidden keys may be at its end, a body over the limit must not reach a pod, and
-another pod can get the body if one refuses the connection.
+is held whole, up to the limit. Forbidden keys may be at its end, and a body over the limit must not reach a pod.
+Another pod gets the body if one refuses the connection.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from contextcache.errors import ContextCacheError, EngineFailed
-from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import trace_headers
 from gateway.flows import REQUEST_ID_HEADER, Forward
 from gateway.fronts import ClientGone
 from gateway.http.exchange import Exchange
-from gateway.metrics import Metrics
+from gateway.parts import Parts
 from gateway.pods.probe import tls_arguments
 
 log = logging.getLogger(__name__)
@@ -77,19 +76,12 @@ def carrier_session(*, connect_timeout_s: float, idle_timeout_s: float) -> aioht
 class Carrier:
     """Sends requests to pods and their answers to clients."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        *,
-        total_timeout_s: float,
-        metrics: Metrics,
-        tls: WatchedTls | None = None,
-    ) -> None:
-        """`tls`: certificates for pods with an https URL."""
+    def __init__(self, parts: Parts, session: aiohttp.ClientSession) -> None:
+        """`session`: the connections to the pods."""
         self._session = session
-        self._tls = tls
-        self._total_timeout_s = total_timeout_s
-        self._metrics = metrics
+        self._tls = parts.tls
+        self._total_timeout_s = parts.settings.total_timeout_s
+        self._metrics = parts.metrics
 
     async def carry(self, forward: Forward, body: bytes, exchange: Exchange) -> None:
         """Carry one request and its answer. Close the pod's connection at once when the client closes its own.

@@ -34,7 +34,7 @@ class Exchange(FrontRequest):
         """Path and query, encoded as the client sent them."""
         raw: bytes = self.scope.get("raw_path") or self.path.encode()
         query: bytes = self.scope.get("query_string", b"")
-        # Some servers also put the query into raw_path.
+        # raw_path of some servers has the query too.
         path = raw.partition(b"?")[0].decode("latin-1")
         return f"{path}?{query.decode('latin-1')}" if query else path
 

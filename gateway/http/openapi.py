@@ -1,10 +1,10 @@
-"""The gateway's OpenAPI document: `openapi.yaml`, whose head names the parts that this module fills in."""
+"""The gateway's OpenAPI document: `openapi.yaml`. Its head names the parts that this module fills in."""
 
 from __future__ import annotations
 
 import importlib.resources
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -15,15 +15,6 @@ from contextcache.errors import ERRORS_BY_CODE
 
 Json = dict[str, Any]
 
-_TEXT: Json = {"schema": {"type": "string"}}
-_SECONDS: Json = {"schema": {"type": "integer", "minimum": 0}}
-_REQUEST_ID: Json = {"X-Request-ID": {"required": True, **_TEXT}}
-_ERROR_HEADERS: dict[int, Json] = {
-    401: {"WWW-Authenticate": {"required": True, **_TEXT}},
-    409: {"Retry-After": _SECONDS},
-    429: {"Retry-After": _SECONDS},
-    503: {"Retry-After": {"required": True, **_SECONDS}},
-}
 _ENGINE_STATUSES = (400, 404)
 """Statuses at which a turn's error may be the engine's, in the engine's own form."""
 
@@ -33,14 +24,17 @@ def document() -> Json:
     """Return the served document. Callers must not change it."""
     text = importlib.resources.files(__package__).joinpath("openapi.yaml").read_bytes()
     found: Json = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  # both are safe
-    del found["x-shared"]
+    shared = found.pop("x-shared")
     found["info"]["version"] = version("context-cache-server")
     for schema in found["components"]["schemas"].values():
         schema |= {"type": "object", "required": schema.get("required", list(schema["properties"]))}
     for operation in operations(found).values():
-        codes, written = _flat(operation.pop("x-errors", [])), operation["responses"]
-        responses = sorted((written | _errors(codes, engine="4XX" in written)).items())
-        operation["responses"] = {status: _with_request_id(response) for status, response in responses}
+        codes, responses = _flat(operation.pop("x-errors", [])), operation["responses"]
+        errors = _errors(codes, shared["error_headers"], engine="4XX" in responses)
+        operation["responses"] = {
+            status: response | {"headers": shared["request_id"] | response.get("headers", {})}
+            for status, response in sorted((responses | errors).items())
+        }
     return found
 
 
@@ -70,27 +64,24 @@ def _flat(codes: list[Any]) -> Iterator[str]:
         yield from _flat(code) if isinstance(code, list) else (code,)
 
 
-def _errors(codes: Iterator[str], *, engine: bool) -> Json:
+def _errors(codes: Iterator[str], headers: Mapping[int, Json], *, engine: bool) -> Json:
     """Return a response for each status of `codes`. `engine`: the engine answers too, in its own form."""
     by_status = defaultdict[int, set[str]](set)
     for code in codes:
         by_status[ERRORS_BY_CODE[code].http_status].add(code)
-    return {str(status): _error(status, sorted(of_status), engine=engine) for status, of_status in by_status.items()}
+    return {
+        str(status): _error(sorted(of_status), headers.get(status, {}), engine=engine and status in _ENGINE_STATUSES)
+        for status, of_status in by_status.items()
+    }
 
 
-def _error(status: int, codes: list[str], *, engine: bool) -> Json:
+def _error(codes: Sequence[str], headers: Json, *, engine: bool) -> Json:
     described = f"`code`: {', '.join(codes)}"
-    if engine and status in _ENGINE_STATUSES:
-        schema: Json = {"type": "object"}
+    schema: Json = {
+        "$ref": "#/components/schemas/Error",
+        "properties": {"error": {"properties": {"code": {"enum": codes}}}},
+    }
+    if engine:
         described += "; or an error of the engine itself, for a request without a context"
-    else:
-        schema = {
-            "$ref": "#/components/schemas/Error",
-            "properties": {"error": {"properties": {"code": {"enum": codes}}}},
-        }
-    headers = _ERROR_HEADERS.get(status, {})
+        schema = {"type": "object"}
     return {"description": described, "headers": headers, "content": {"application/json": {"schema": schema}}}
-
-
-def _with_request_id(response: Json) -> Json:
-    return response | {"headers": _REQUEST_ID | response.get("headers", {})}
