@@ -1,7 +1,7 @@
-"""`ContextManagerClient`: the manager as other processes call it. Imports grpc and contextcache only.
+"""`ContextManagerClient`: the client of the context manager. Imports grpc and contextcache only.
 
-It is loaded into vLLM too. Each call fails at once when nobody listens and within `timeout_s` otherwise; every
-failure is a ContextCacheError.
+vLLM loads it too. A call fails at once when no manager listens, and within `timeout_s` otherwise. Each failure is a
+ContextCacheError.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the manager accepts: checked here once, before any store is asked. Pure.
+"""Checks of the manager's arguments, made once, before Redis is called. Pure.
 
-Tenant and ids end up in Redis keys, so their patterns are what keeps one tenant out of another's keys.
+Tenant and ids become parts of Redis keys: their patterns keep one tenant out of another's keys.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from contextcache.names import (
 
 MAX_LEASE_ID_CHARS = 128
 MAX_LEASE_TTL_MS = 3_600_000
-"""An hour: longer than any answer takes, short enough that a crashed pod's lease is not for ever."""
+"""An hour: longer than any answer takes, and the lease of a crashed pod ends."""
 MAX_NAME_CHARS = 256
-"""Longest model id and holder."""
+"""Maximum length of a model id and of a holder."""
 MAX_COMMIT_SEGMENTS = 1000
-"""A turn has two; a transcript that is written anew in one commit has more."""
+"""Maximum number of segments of a commit. A turn has two; a commit that replaces a transcript has more."""
 MAX_ANSWER_BYTES = 256 << 10
-"""Of one answer that is kept, packed."""
+"""Maximum size of a kept answer, packed."""
 MAX_USAGE_KEYS = 1000
-"""In one batch of a tenant's."""
+"""Maximum number of API keys in one batch of a tenant."""
 MAX_COUNT = 1 << 50
-"""Of one thing in one batch; thousands of such sums fit into what Redis counts with."""
+"""Maximum of one count in one batch. Thousands of such sums fit into a counter of Redis."""
 MAX_HELD_REFS = 500
-"""In one question of a sidecar: one round trip, and a few ms of Redis' time."""
+"""Maximum number of KVs in one call of a sidecar: one round trip, and a few ms of Redis' time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class SessionKey:
 
 @dataclass(frozen=True, slots=True)
 class TtlBounds:
-    """The lives a deployment grants, in seconds, both ends included."""
+    """Bounds of a session's life in a deployment, in seconds, both included."""
 
     min_s: int = MIN_TTL_S
     max_s: int = MAX_TTL_S
 
     def check(self, ttl_s: int) -> None:
-        """Raise TtlOutOfRange; a life is never clamped."""
+        """Raise TtlOutOfRange. A ttl is never clamped."""
         if not self.min_s <= ttl_s <= self.max_s:
             raise TtlOutOfRange(f"ttl must be from {self.min_s} to {self.max_s} seconds", param="ttl")
 
@@ -81,14 +81,14 @@ def check_session(tenant: TenantId, session_id: SessionId) -> SessionKey:
 
 
 def check_lease(lease_id: str, lease_ttl_ms: int | None = None) -> None:
-    """Raise InvalidRequest for a lease nobody could hold."""
+    """Raise InvalidRequest for a malformed lease."""
     _check_name("lease_id", lease_id)
     if lease_ttl_ms is not None and not 1 <= lease_ttl_ms <= MAX_LEASE_TTL_MS:
         raise InvalidRequest(f"lease_ttl_ms must be from 1 to {MAX_LEASE_TTL_MS}", param="lease_ttl_ms")
 
 
 def check_batch(batch_id: str, sender: str, number: int) -> None:
-    """Raise InvalidRequest for a batch of usage that could not be told from others."""
+    """Raise InvalidRequest for a batch of usage with a malformed name or number."""
     _check_name("batch_id", batch_id)
     if sender:
         _check_name("sender", sender)
@@ -136,7 +136,7 @@ def check_commit(commit: TurnCommit) -> SessionKey:
 
 
 def check_receipt(receipt: TurnReceipt) -> None:
-    """Raise InvalidRequest for what no turn can have taken."""
+    """Raise InvalidRequest for a malformed receipt."""
     words = (receipt.source, receipt.match, receipt.reason)
     if not all(isinstance(w, str) and len(w) <= MAX_WORD_CHARS and w.isascii() and w.isprintable() for w in words):
         raise InvalidRequest(
@@ -154,7 +154,7 @@ def _tokens(receipt: TurnReceipt) -> tuple[int, ...]:
 
 
 def check_usage(usage: Sequence[Usage]) -> None:
-    """Raise InvalidRequest for what nobody can have used."""
+    """Raise InvalidRequest for malformed usage."""
     if not 1 <= len(usage) <= MAX_USAGE_KEYS or len({one.key for one in usage}) != len(usage):
         raise InvalidRequest(f"usage must have 1 to {MAX_USAGE_KEYS} keys, each once", param="usage")
     for one in usage:
@@ -165,7 +165,7 @@ def check_usage(usage: Sequence[Usage]) -> None:
 
 
 def check_days(first_day: int, last_day: int) -> None:
-    """Raise InvalidRequest for days that cannot be asked for."""
+    """Raise InvalidRequest for a range of days that is reversed or too long."""
     if not 0 <= first_day <= last_day or last_day - first_day >= MAX_USAGE_DAYS:
         raise InvalidRequest(
             f"`from` must not be after `to`, and both must span at most {MAX_USAGE_DAYS} days", param="from"
@@ -173,7 +173,7 @@ def check_days(first_day: int, last_day: int) -> None:
 
 
 def check_repeatable(repeatable: Repeatable | None) -> None:
-    """Raise InvalidRequest for digests that are none."""
+    """Raise InvalidRequest for malformed digests."""
     if repeatable is not None and not all(
         DIGEST_PATTERN.fullmatch(digest) for digest in (repeatable.key, repeatable.request)
     ):
@@ -181,13 +181,13 @@ def check_repeatable(repeatable: Repeatable | None) -> None:
 
 
 def check_holder(holder: str) -> None:
-    """Raise InvalidRequest for what can be no endpoint's name."""
+    """Raise InvalidRequest for a malformed name of an endpoint."""
     if not (1 <= len(holder) <= MAX_NAME_CHARS and holder.isprintable()):
         raise InvalidRequest(f"holder must have 1 to {MAX_NAME_CHARS} printable characters", param="holder")
 
 
 def check_page(tenant: str, limit: int, after: str) -> None:
-    """Raise InvalidRequest for a page that cannot be listed."""
+    """Raise InvalidRequest for a malformed page."""
     check_tenant(tenant)
     if not 1 <= limit <= MAX_LIST_LIMIT:
         raise InvalidRequest(f"limit must be from 1 to {MAX_LIST_LIMIT}", param="limit")
@@ -196,7 +196,7 @@ def check_page(tenant: str, limit: int, after: str) -> None:
 
 
 def check_held(held: Sequence[HeldCacheRef]) -> None:
-    """Raise InvalidRequest for more KVs than one question may name, or for one that no session could name."""
+    """Raise InvalidRequest for too many KVs, or a malformed one."""
     if len(held) > MAX_HELD_REFS:
         raise InvalidRequest(f"one call may name at most {MAX_HELD_REFS} cache_refs", param="held")
     check_cache_refs(one.cache_ref for one in held)

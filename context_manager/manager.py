@@ -19,45 +19,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from context_manager import refusals
-from context_manager.layout import (
-    BATCH_KNOWN_MS,
-    CONTEXT_BYTES,
-    DAY_MS,
-    KEY_GRACE_MS,
-    LENGTHS_MAX,
-    SWEEPER_KEY,
-    TENANT_BYTES_MAX,
-    TRUNKS_MAX,
-    answer_key,
-    counted_key,
-    day_of,
-    expiry_key,
-    key_of_member,
-    load_scripts,
-    member,
-    script_arguments,
-    session_key,
-    session_keys,
-    tenant_key,
-    turns_key,
-    usage_key,
-)
-from context_manager.limits import (
-    SessionKey,
-    TtlBounds,
-    check_batch,
-    check_commit,
-    check_days,
-    check_held,
-    check_holder,
-    check_lease,
-    check_new_session,
-    check_page,
-    check_repeatable,
-    check_session,
-    check_usage,
-)
+from context_manager import layout, limits, refusals
+from context_manager.limits import SessionKey, TtlBounds
 from context_manager.listing import read_page
 from context_manager.metrics import ManagerMetrics
 from context_manager.redis_bytes import TenantBytes
@@ -153,8 +116,8 @@ class ContextCacheManager:
         ttl_bounds: TtlBounds | None = None,
         tombstone_s: int = 3600,
         tenant_contexts_max: int = 0,
-        tenant_bytes_max: int = TENANT_BYTES_MAX,
-        grace_ms: int = KEY_GRACE_MS,
+        tenant_bytes_max: int = layout.TENANT_BYTES_MAX,
+        grace_ms: int = layout.KEY_GRACE_MS,
         clock: Clock | None = None,
     ) -> None:
         """`tombstone_s`: time for which an expired session answers ContextExpired instead of ContextNotFound.
@@ -168,7 +131,7 @@ class ContextCacheManager:
         self._tombstone_ms = tombstone_s * 1000
         self._tenant_contexts_max = tenant_contexts_max
         self._bytes = TenantBytes(redis, bytes_max=tenant_bytes_max, now_ms=self._now_ms)
-        self._scripts = load_scripts(grace_ms=grace_ms)
+        self._scripts = layout.load_scripts(grace_ms=grace_ms)
         self._clock = clock
 
     async def reserve(
@@ -183,9 +146,9 @@ class ContextCacheManager:
         In a Cluster no step sees all shards, so calls racing for the last places may all be refused.
         """
         key = SessionKey(new.tenant, new.session_id)
-        check_new_session(new, self._ttl_bounds)
-        check_lease(lease_id, lease_ttl_ms)
-        check_repeatable(repeatable)
+        limits.check_new_session(new, self._ttl_bounds)
+        limits.check_lease(lease_id, lease_ttl_ms)
+        limits.check_repeatable(repeatable)
         limit, others = self._tenant_contexts_max, set(range(NUM_SHARDS)) - {shard_of(new.tenant, new.session_id)}
         with self._metrics.store_call("reserve"):
             answer = await self._change(
@@ -197,12 +160,12 @@ class ContextCacheManager:
                 # No script sees all shards of a Cluster: there the row waits for a count of them.
                 pending=bool(limit) and self._redis.is_cluster,
                 contexts_max=0 if self._redis.is_cluster else limit,
-                tenant_sets=[tenant_key(shard, new.tenant) for shard in others],
-                room=await self._bytes.room(key, CONTEXT_BYTES),
+                tenant_sets=[layout.tenant_key(shard, new.tenant) for shard in others],
+                room=await self._bytes.room(key, layout.CONTEXT_BYTES),
                 **stored_fields(new),
             )
             if b"pending" in answer[1][::2]:
-                num_contexts = await self._count(tenant_key(shard, new.tenant) for shard in range(NUM_SHARDS))
+                num_contexts = await self._count(layout.tenant_key(shard, new.tenant) for shard in range(NUM_SHARDS))
                 answer = await self._change(
                     "admit", key, lease_id=lease_id, contexts_max=limit, num_contexts=num_contexts
                 )
@@ -255,9 +218,9 @@ class ContextCacheManager:
         GenerationMismatch, and ContextQuotaExceeded when the turn takes the lease and the tenant has no room for
         CONTEXT_BYTES.
         """
-        key = check_session(tenant, session_id)
-        check_lease(lease_id, lease_ttl_ms)
-        check_repeatable(repeatable)
+        key = limits.check_session(tenant, session_id)
+        limits.check_lease(lease_id, lease_ttl_ms)
+        limits.check_repeatable(repeatable)
         with self._metrics.store_call("begin_turn"):
             answer = await self._change(
                 "begin",
@@ -268,14 +231,14 @@ class ContextCacheManager:
                 read_only=read_only,
                 expected_generation=expected_generation,
                 known_mark=known_mark,
-                room=await self._bytes.room(key, CONTEXT_BYTES),
+                room=await self._bytes.room(key, layout.CONTEXT_BYTES),
             )
         return BegunTurn(_session(key, answer), answer[3], tuple(answer[4]))
 
     async def renew_lease(self, tenant: TenantId, session_id: SessionId, *, lease_id: str, lease_ttl_ms: int) -> None:
         """Let the caller's living lease end `lease_ttl_ms` from now. A sliding life starts again. Raises LeaseLost."""
-        key = check_session(tenant, session_id)
-        check_lease(lease_id, lease_ttl_ms)
+        key = limits.check_session(tenant, session_id)
+        limits.check_lease(lease_id, lease_ttl_ms)
         with self._metrics.store_call("renew_lease"):
             await self._change("renew", key, lease_id=lease_id, lease_ttl_ms=lease_ttl_ms)
 
@@ -284,10 +247,10 @@ class ContextCacheManager:
 
         `instead_of`: a holder that the endpoint replaces, if it still is the session's holder.
         """
-        key = check_session(tenant, session_id)
-        check_holder(holder)
+        key = limits.check_session(tenant, session_id)
+        limits.check_holder(holder)
         if instead_of:
-            check_holder(instead_of)
+            limits.check_holder(instead_of)
         with self._metrics.store_call("note_holder"):
             await self._change("note_holder", key, holder=holder, instead_of=instead_of)
 
@@ -299,7 +262,7 @@ class ContextCacheManager:
         commit: a CREATING row is gone with its lease. Raises LeaseLost, GenerationMismatch, InvalidRequest
         (keep_segments), and ContextQuotaExceeded when the tenant has no room for the new segments and the kept answer.
         """
-        key = check_commit(commit)
+        key = limits.check_commit(commit)
         with self._metrics.store_call("commit_turn"):
             session = await self._commit(key, commit, [pack_segment(segment) for segment in commit.segments])
         self._metrics.turns_committed.inc()
@@ -309,11 +272,11 @@ class ContextCacheManager:
 
     async def find_answer(self, tenant: TenantId, session_id: SessionId, *, repeat_key: str) -> KeptAnswer | None:
         """Return the kept answer to a committed request, also when its session is gone; None: there is none."""
-        key = check_session(tenant, session_id)
-        check_repeatable(Repeatable(repeat_key, repeat_key))
+        key = limits.check_session(tenant, session_id)
+        limits.check_repeatable(Repeatable(repeat_key, repeat_key))
         fields = ("answer", "generation", "expires_at_ms", "request")
         with self._metrics.store_call("find_answer"):
-            (values,) = await self._redis.batch([("HMGET", answer_key(key, repeat_key), *fields)])
+            (values,) = await self._redis.batch([("HMGET", layout.answer_key(key, repeat_key), *fields)])
         told: Sequence[Any] = values or (None,) * len(fields)
         answer, generation, expires_at_ms, request = told
         if answer is None:
@@ -332,7 +295,7 @@ class ContextCacheManager:
         KV of a longer conversation serves its beginning. Raises ContextBusy while a turn runs, GenerationMismatch, and
         GenerationGone for a generation that was replaced since.
         """
-        key = check_session(tenant, session_id)
+        key = limits.check_session(tenant, session_id)
         check_generation(generation)
         with self._metrics.store_call("rewind"):
             answer = await self._change(
@@ -355,7 +318,7 @@ class ContextCacheManager:
         it ends with its lease or an abort, unless a turn begins on it and commits. `commit` brings no segments. Raises
         GenerationGone, ContextBusy while the source is CREATING, and as `commit_turn`.
         """
-        source, key = check_session(commit.tenant, source_id), check_commit(commit)
+        source, key = limits.check_session(commit.tenant, source_id), limits.check_commit(commit)
         if generation is not None:
             check_generation(generation)
         if commit.segments or commit.expected_generation or commit.keep_segments:
@@ -366,8 +329,8 @@ class ContextCacheManager:
 
     async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:
         """Release the caller's lease; remove a CREATING row. Changes nothing when the lease is another's, or ended."""
-        key = check_session(tenant, session_id)
-        check_lease(lease_id)
+        key = limits.check_session(tenant, session_id)
+        limits.check_lease(lease_id)
         with self._metrics.store_call("abort_turn"):
             await self._change("abort", key, lease_id=lease_id)
         self._metrics.turns_aborted.inc()
@@ -378,7 +341,7 @@ class ContextCacheManager:
         Raises TtlOutOfRange, ContextBusy while CREATING, ContextQuotaExceeded for metadata that the tenant has no room
         for.
         """
-        key = check_session(tenant, session_id)
+        key = limits.check_session(tenant, session_id)
         if terms.ttl_s is not None:
             self._ttl_bounds.check(terms.ttl_s)
         if terms.metadata is not None:
@@ -390,7 +353,7 @@ class ContextCacheManager:
 
     async def unregister_session_cache(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
         """Remove a session, also while a turn runs. Returns the row as it was, so that its KV can be deleted."""
-        key = check_session(tenant, session_id)
+        key = limits.check_session(tenant, session_id)
         with self._metrics.store_call("unregister"):
             # Not repeated after a lost reply: the second answer would be "not found" for a session that was removed.
             session = _session(key, await self._change("unregister", key, durable=True, repeats=False))
@@ -406,7 +369,7 @@ class ContextCacheManager:
         may be removed or expired, for as long as expired sessions are remembered. Raises InvalidRequest when it is
         unknown. Not atomic.
         """
-        check_page(tenant, limit, after)
+        limits.check_page(tenant, limit, after)
         with self._metrics.store_call("list"):
             now_ms = await self._now_ms()
 
@@ -427,10 +390,10 @@ class ContextCacheManager:
 
         A session that is being created, or has a turn in flight, names all KV saved for it. A damaged session does too.
         """
-        check_held(held)
+        limits.check_held(held)
         keys = list(dict.fromkeys(SessionKey(one.tenant, one.session_id) for one in held))
         with self._metrics.store_call("check_refs"):
-            commands = [("HMGET", session_key(key), *NAMING_FIELDS) for key in keys]
+            commands = [("HMGET", layout.session_key(key), *NAMING_FIELDS) for key in keys]
             now_ms, replies = await asyncio.gather(self._now_ms(), self._redis.batch(commands))
         answers = dict(zip(keys, replies, strict=True))
 
@@ -452,8 +415,8 @@ class ContextCacheManager:
         A caller of many batches gives a `sender` and growing numbers. Then one key remembers all of them, for a day.
         """
         check_tenant(tenant)
-        check_batch(batch_id, sender, number)
-        check_usage(usage)
+        limits.check_batch(batch_id, sender, number)
+        limits.check_usage(usage)
         with self._metrics.store_call("add_usage"):
             counted = await self._count_usage(tenant, sender or batch_id, usage, number if sender else None)
         if counted:
@@ -465,27 +428,27 @@ class ContextCacheManager:
         """Return the usage of a tenant from one day to another; the default is today. Not atomic over the shards."""
         check_tenant(tenant)
         with self._metrics.store_call("read_usage"):
-            today = day_of(await self._now_ms())
+            today = layout.day_of(await self._now_ms())
             last_day = today if last_day is None else last_day
             first_day = last_day if first_day is None else first_day
-            check_days(first_day, last_day)
+            limits.check_days(first_day, last_day)
             days: dict[int, Sequence[Usage]] = {}
             for day in range(first_day, last_day + 1):
-                names = [usage_key(shard, tenant, day) for shard in range(NUM_SHARDS)]
+                names = [layout.usage_key(shard, tenant, day) for shard in range(NUM_SHARDS)]
                 if usage := usage_of_replies(await self._redis.batch([("HGETALL", name) for name in names])):
                     days[day] = usage
-            num_contexts = await self._count(tenant_key(shard, tenant) for shard in range(NUM_SHARDS))
+            num_contexts = await self._count(layout.tenant_key(shard, tenant) for shard in range(NUM_SHARDS))
         return UsageReport(days, num_contexts, today)
 
     async def count_sessions(self) -> int:
         """Return the number of sessions that are no tombstones, of all tenants. Not atomic over the shards."""
         with self._metrics.store_call("count"):
-            return await self._count(map(expiry_key, range(NUM_SHARDS)))
+            return await self._count(map(layout.expiry_key, range(NUM_SHARDS)))
 
     async def claim_sweep(self, *, for_ms: int) -> bool:
         """Return whether this manager sweeps: one of all that ask within `for_ms`. The claim only saves work."""
         with self._metrics.store_call("claim_sweep"):
-            return bool(await self._run("claim", [SWEEPER_KEY], {"for_ms": for_ms}, repeats=False))
+            return bool(await self._run("claim", [layout.SWEEPER_KEY], {"for_ms": for_ms}, repeats=False))
 
     async def sweep(self, shard: int) -> int:
         """Take up to SWEEP_BATCH due sessions of one shard and return their number; 0: none is due.
@@ -499,17 +462,17 @@ class ContextCacheManager:
         self._metrics.sessions_expired.inc(counts[Fate.EXPIRED])
         self._metrics.sessions_damaged.inc(counts[Fate.DAMAGED])
         if counts[Fate.DAMAGED]:
-            ids = [member(swept.key) for swept in taken if swept.fate is Fate.DAMAGED and swept.key is not None]
+            ids = [layout.member(swept.key) for swept in taken if swept.fate is Fate.DAMAGED and swept.key is not None]
             log.warning("damaged sessions set aside", extra={"num_sessions": counts[Fate.DAMAGED], "sessions": ids})
         return len(taken)
 
     async def _get(self, operation: str, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
-        key = check_session(tenant, session_id)
+        key = limits.check_session(tenant, session_id)
         with self._metrics.store_call(operation):
             return _session(key, await self._change("get", key))
 
     async def _read_turns(self, key: SessionKey) -> tuple[TurnReceipt, ...]:
-        (reply,) = await self._redis.batch([("LRANGE", turns_key(key), 0, -1)])
+        (reply,) = await self._redis.batch([("LRANGE", layout.turns_key(key), 0, -1)])
         return receipts_of_reply(reply)
 
     async def _commit(
@@ -528,7 +491,7 @@ class ContextCacheManager:
             holder=commit.holder,
             added_tokens=sum(map(num_tokens_of, packed)),
             mark=new_mark(),
-            usage=usage_key(shard_of(key.tenant, key.session_id), key.tenant, ""),
+            usage=layout.usage_key(shard_of(key.tenant, key.session_id), key.tenant, ""),
             said="" if commit.usage is None else usage_text([commit.usage]),
             receipt=receipt_text(commit.receipt),
             forked_from=forked_from,
@@ -545,10 +508,8 @@ class ContextCacheManager:
                 key,
                 lease_id=commit.lease_id,
                 generation=generation,
-                source={"keys": self._keys(source), "member": member(source), "id": source.session_id},
+                source={"keys": self._keys(source), "member": layout.member(source), "id": source.session_id},
                 name=new_mark(),
-                trunks_max=TRUNKS_MAX,
-                lengths_max=LENGTHS_MAX,
             )
             if answer[0] == b"ok":
                 return await self._commit(key, replace(commit, keep_segments=int(answer[3])), [])
@@ -566,12 +527,12 @@ class ContextCacheManager:
         """
         shard = shard_of(tenant, sender)
         arguments = {
-            "known_ms": BATCH_KNOWN_MS if number is None else DAY_MS,
+            "known_ms": layout.BATCH_KNOWN_MS if number is None else layout.DAY_MS,
             "number": number or 0,
-            "usage": usage_key(shard, tenant, ""),
+            "usage": layout.usage_key(shard, tenant, ""),
             "said": usage_text(usage),
         }
-        answer = await self._run("count", [counted_key(shard, tenant, sender)], arguments, durable=True)
+        answer = await self._run("count", [layout.counted_key(shard, tenant, sender)], arguments, durable=True)
         return bool(answer[1])
 
     async def _take_expired(self, shard: int, *, limit: int) -> tuple[Swept, ...]:
@@ -579,9 +540,9 @@ class ContextCacheManager:
 
         An expired session becomes a tombstone, an abandoned one is removed, a damaged one is set aside.
         """
-        expiry, now_ms = expiry_key(shard), await self._now_ms()
+        expiry, now_ms = layout.expiry_key(shard), await self._now_ms()
         members = await self._redis.call("ZRANGEBYSCORE", expiry, "-inf", now_ms, "LIMIT", 0, min(limit, SWEEP_BATCH))
-        keys = {name: key for name in members if (key := key_of_member(name, shard=shard)) is not None}
+        keys = {name: key for name in members if (key := layout.key_of_member(name, shard=shard)) is not None}
         nameless = [name for name in members if name not in keys]
         # Of managers at the same time one removes a member, and counts it.
         num_removed = await self._redis.call("ZREM", expiry, *nameless) if nameless else 0
@@ -591,7 +552,7 @@ class ContextCacheManager:
             for key in keys.values():
                 session, transcript, _, tenant, ledger, turns, place = self._keys(key)
                 names += [session, transcript, tenant, ledger, turns, place]
-                candidates += [member(key), key.session_id]
+                candidates += [layout.member(key), key.session_id]
             taken = await self._run("sweep", names, {"names": candidates}, repeats=False)
             swept += [
                 Swept(keys[name], Fate(fate.decode())) for name, fate in zip(taken[::2], taken[1::2], strict=True)
@@ -607,7 +568,7 @@ class ContextCacheManager:
         return await self._redis.time_ms() if self._clock is None else self._clock.now_ms()
 
     def _keys(self, key: SessionKey) -> list[str]:
-        return session_keys(key, ledger=self._bytes.ledger(key))
+        return layout.session_keys(key, ledger=self._bytes.ledger(key))
 
     async def _change(
         self,
@@ -625,9 +586,9 @@ class ContextCacheManager:
         `repeatable`: a request that may come again. `raw`, `durable`, `repeats`: as in `_run`.
         """
         keys = self._keys(key)
-        arguments |= {"member": member(key), "id": key.session_id}
+        arguments |= {"member": layout.member(key), "id": key.session_id}
         if repeatable is not None:
-            keys.append(answer_key(key, repeatable.key))
+            keys.append(layout.answer_key(key, repeatable.key))
             arguments["request"] = repeatable.request
         answer: Sequence[Any] = await self._run(script, keys, arguments, raw=raw, durable=durable, repeats=repeats)
         if answer[0] == b"answered":
@@ -658,7 +619,7 @@ class ContextCacheManager:
             given["now_ms"] = self._clock.now_ms()
         crash_point(f"manager.{script}.before")
         answer = await self._redis.script(
-            self._scripts[script], keys, [script_arguments(given), *raw], repeatable=repeats, durable=durable
+            self._scripts[script], keys, [layout.script_arguments(given), *raw], repeatable=repeats, durable=durable
         )
         crash_point(f"manager.{script}.after")
         return answer

@@ -78,9 +78,9 @@ class ManagerMetrics:
         )
 
     def count_usage(self, usage: Iterable[Usage]) -> None:
-        """Count what was used."""
-        for what, number in (pair for one in usage for pair in one.counts.items()):
-            self._usage.labels(what).inc(number)
+        """Count usage."""
+        for quantity, number in (pair for one in usage for pair in one.counts.items()):
+            self._usage.labels(quantity).inc(number)
 
     @contextmanager
     def store_call(self, operation: str) -> Iterator[None]:

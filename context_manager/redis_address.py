@@ -1,4 +1,4 @@
-"""Where Redis is, and how it is believed: a URL of any topology, and the certificate files. Connects nothing.
+"""Clients of a Redis URL of any topology, and the certificate files. Connects nothing.
 
 URLs: `redis://`, `rediss://` (TLS) and `unix://` as redis-py reads them, options in the query string
 (`?ssl_ca_certs=/path`), an ACL user as `redis://user:password@host`; a Cluster as `redis+cluster://` or
@@ -29,7 +29,7 @@ from contextcache.process.reloaded import Reloaded, read_bounded
 
 @dataclass(frozen=True, slots=True)
 class RedisClients:
-    """A client, and the clients it asks for the master, which it does not close itself."""
+    """A client, and its Sentinel clients, which it does not close itself."""
 
     client: Any
     sentinels: Sequence[Any] = ()
@@ -58,7 +58,7 @@ def open_clients(url: str, *, timeout_s: float, max_connections: int, tls: Redis
 
 
 class _WrongUrl(Exception):
-    """With a message of our own, which is safe to show."""
+    """A fault of the URL, with a message that contains no password."""
 
 
 def _open(url: str, *, timeout_s: float, max_connections: int, tls: RedisTls | None) -> RedisClients:
@@ -120,7 +120,7 @@ def _open_sentinel(rest: str, options: dict[str, Any], *, tls: bool) -> RedisCli
 
 
 class RedisTls:
-    """Whom to believe, and what to show, when Redis speaks TLS."""
+    """Certificate files of a Redis with TLS."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class RedisTls:
         self._known = self._files.value
 
     def options(self) -> dict[str, Any]:
-        """Return what redis-py takes."""
+        """Return the options of redis-py."""
         named = {"ssl_ca_certs": self._ca_file, "ssl_certfile": self._cert_file, "ssl_keyfile": self._key_file}
         return {name: str(path) for name, path in named.items() if path is not None}
 

@@ -13,7 +13,7 @@ from contextcache.model import TenantId
 from contextcache.names import NUM_SHARDS, shard_of
 
 _SUMS_KNOWN_S = 1.0
-"""Time for which a Cluster's sums are believed: one round trip a second for each tenant that writes."""
+"""Seconds for which a Cluster's sums are cached: one round trip a second for each tenant that writes."""
 _EXACT_FROM = 0.5
 """Share of its limit from which a tenant's sums are read at each write: only then can a second's writes matter."""
 _TENANTS_MAX = 10_000
@@ -35,7 +35,7 @@ class TenantBytes:
 
     Outside a Cluster one ledger counts all bytes of a tenant, and no race exceeds the limit. In a Cluster each shard
     has a ledger. A script reads its own shard's ledger; the manager read the others just before. Calls that race may
-    exceed the limit by what they write.
+    exceed the limit by the bytes that they write.
     """
 
     def __init__(self, connection: RedisConnection, *, bytes_max: int, now_ms: Callable[[], Awaitable[int]]) -> None:

@@ -1,4 +1,4 @@
-"""One bounded, deadlined door to Redis or Valkey, whatever its topology. Knows no session.
+"""Bounded calls with deadlines to Redis or Valkey, in any topology. Knows no session.
 
 URLs are those of redis_address.py.
 """
@@ -39,34 +39,33 @@ Command = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaWait:
-    """What makes a durable script's answer count: so many replicas within so many ms (Redis's WAIT)."""
+    """Replicas that must acknowledge a durable script within so many ms (Redis' WAIT)."""
 
     num_replicas: int
     timeout_ms: int
 
 
 class TooFewReplicas(RedisError):
-    """The master took it, too few replicas did in time: it may be there, and may be lost with the master."""
+    """Too few replicas acknowledged a write in time: it may be lost with the master."""
 
 
 _PASSING_ERRORS = (AskError, ClusterError, OutOfMemoryError, ReadOnlyError, TooFewReplicas, TryAgainError)
 _PASSING_CODES = frozenset({"BUSY", "MISCONF", "NOREPLICAS"})
-"""Refusals that go away by themselves or by an operator's hand: worth a retry, no fault of ours."""
+"""Refusals that end by themselves or by an operator's action: a retry may succeed."""
 _FRAMED = re.compile(r"Error running script \(call to \w+\): [^-]*: -(?P<text>(?P<code>[A-Z]+) .*)", re.DOTALL)
-"""What Redis before 7 says when it refuses a script's write, its own words at the end."""
+"""Error of Redis before 7 that refuses a write of a script; the cause is at its end."""
 _DURABLE_ANSWERS = (b"ok", b"answered")
-"""Acknowledge a write; any other refuses."""
+"""Answers that acknowledge a write; any other one refuses."""
 _LEAVING_S = 1.0
-"""Between two times that all connections are given up because a master became a replica."""
+"""Minimum seconds between two replacements of all connections because a master became a replica."""
 _FOREIGN_ERRORS = (RedisError, RedisClusterException, OSError, TimeoutError)
 
 
 class RedisConnection:
     """A pool of at most `max_connections`; each call ends within `timeout_s` or raises StoreUnavailable.
 
-    A command that Redis understands and refuses for good raises ContextCacheError: a fault of ours or of the ACL.
-
-    Waiting for a free connection counts. Connects lazily, in the loop of the first call.
+    A command that Redis refuses for good raises ContextCacheError: a fault of ours or of the ACL. The wait for a free
+    connection counts. Connects lazily, in the loop of the first call.
     """
 
     def __init__(
@@ -81,11 +80,11 @@ class RedisConnection:
     ) -> None:
         """Read the URL; connect nothing yet. Raises ValueError for a URL that is none of the forms above.
 
-        `wait`: what `durable` scripts wait for; not for a Cluster. `on_error` is told the name of the client library's
-        error, or `TooFewReplicas`, for each command that failed.
+        `wait`: replicas that `durable` scripts wait for; not for a Cluster. `on_error` gets the name of the client
+        library's error, or `TooFewReplicas`, for each failed command.
         """
         self.is_cluster = is_cluster(url)
-        """Whether keys of two shards may lie on two nodes."""
+        """Whether keys of two shards may be on two nodes."""
         if wait is not None and self.is_cluster:
             raise ValueError("waiting for replicas is not supported in a Redis Cluster")
         self._wait = wait
@@ -95,13 +94,13 @@ class RedisConnection:
         self._clients = self._open()
         self._timeout_s = timeout_s
         self._leftovers: set[asyncio.Task[None]] = set()
-        """Closing clients whose certificate was replaced, or whose master is none any more."""
+        """Tasks that close clients of a replaced certificate or of a former master."""
         self._left_master_s = -_LEAVING_S
-        # redis-py's pools raise when they are empty; waiting here keeps bound and deadline in one place.
+        # The pools of redis-py raise when they are empty. A wait here keeps bound and deadline in one place.
         self._free = asyncio.Semaphore(max_connections)
 
     async def call(self, *command: Any) -> Any:
-        """Run one reading command; it is repeated once after a broken connection."""
+        """Run one reading command. It is repeated once after a broken connection."""
         return await self._within_deadline(lambda: self._send(command, repeatable=True))
 
     async def time_ms(self) -> int:
@@ -239,7 +238,7 @@ class RedisConnection:
             return await run()
 
     async def _send_and_wait(self, command: Command, wait: ReplicaWait) -> Any:
-        """Run a command and WAIT, in one round trip: WAIT is about what its own connection wrote."""
+        """Run a command and WAIT, in one round trip: WAIT is about the writes of its own connection."""
         pipeline = self._client().pipeline(transaction=False)
         pipeline.execute_command(*command)
         pipeline.execute_command("WAIT", wait.num_replicas, wait.timeout_ms)
@@ -266,7 +265,7 @@ def _unspoilt(answer: Any) -> Any:
 
 
 def _unframed(exc: ResponseError) -> ResponseError | None:
-    """Return what a script's write was refused with, if Redis before 7 put a frame around it."""
+    """Return the cause of a script's refused write, if Redis before 7 framed it."""
     found = _FRAMED.match(str(exc))
     if found is None:
         return None

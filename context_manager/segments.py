@@ -1,12 +1,11 @@
 """Transcript segments: packed in memory, and as bytes, as they lie in Redis and travel to a pod. Pure.
 
-Token ids stay in four bytes each until somebody asks for them: Python's own form takes ten times as much and
-microseconds to make, which a transcript of 100 000 ids would pay at every turn. What is made of the ids is not kept
-here: transcripts that many turns share stay as small as they are.
+Token ids stay in four bytes each until a caller reads them. Python's own form takes ten times as much memory, and a
+transcript of 100 000 ids would be converted at every turn. The converted ids are not kept here.
 
 As bytes a segment is two msgpack objects one after the other: the number of tokens, then the array
 [kind, token ids as u32 little-endian bytes, text, messages_json]. The number stands alone in front so that
-`scripts/commit.lua` can count what a diverging turn drops; Redis's msgpack does not know byte strings.
+`scripts/commit.lua` can count the tokens that a diverging turn drops: msgpack of Redis has no byte strings.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ID_BYTES = 4
 
 
 class PackedSegment(Segment):
-    """The same as a Segment, at a tenth of the memory."""
+    """A Segment at a tenth of the memory."""
 
     __slots__ = ("packed_ids",)
     packed_ids: bytes
@@ -50,7 +49,7 @@ class PackedSegment(Segment):
     @property
     @override
     def token_ids(self) -> tuple[int, ...]:
-        """The ids, made anew each time: take them once."""
+        """The ids, converted at each call."""
         numbers = array("I")
         numbers.frombytes(self.packed_ids)
         if sys.byteorder == "big":
@@ -64,7 +63,7 @@ class PackedSegment(Segment):
 
     @property
     def size_bytes(self) -> int:
-        """Memory it takes, but for some words of its own."""
+        """Memory of its content."""
         return len(self.packed_ids) + sys.getsizeof(self.text) + sys.getsizeof(self.messages_json)
 
 

@@ -1,11 +1,11 @@
-"""`TranscriptMemory`: transcripts a pod has read or committed lately, so that a turn brings only what is new. No I/O.
+"""`TranscriptMemory`: transcripts that a pod read or committed lately, so that a turn reads only new segments. No I/O.
 
-Nothing here is believed by itself: a transcript is used as far as the row says that its mark still stands for leading
-segments (row.py), and not at all otherwise. It may be stale, never wrong.
+A known transcript may be stale, never wrong: a turn uses only the leading segments that the row still counts for its
+mark (row.py).
 
-It holds text of conversations, so it holds little and not for long: a bound in bytes, `IDLE_S` after the last use, and
-never beyond the session's own life. A session that turns out to be gone is forgotten at once; of a DELETE that no later
-turn follows nobody tells us, and its text goes with the idle time.
+The memory holds text of conversations, so it is bounded in bytes, and in time by `IDLE_S` after the last use and by the
+session's own life. A session that turns out to be gone is forgotten at once. A pod hears nothing of a DELETE without a
+later turn: that text expires with the idle time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from contextcache.clock import Clock
 from contextcache.model import CacheSessionMetadata, SessionId, SessionMode, TenantId, TurnCommit
 
 IDLE_S = 600
-"""A person's pause; the turn after a longer one reads its transcript whole, once."""
+"""Seconds after the last use: a person's pause. The turn after a longer one reads its whole transcript."""
 _SWEEP_S = 30.0
-"""Between two looks for what is past its time; one pass over the entries."""
+"""Seconds between two passes over the entries that forget expired ones."""
 _TURNS_MAX = 1024
-"""Turns whose commit is awaited; one more than that, and the oldest one's next turn reads its transcript whole."""
+"""Maximum number of turns that wait for their commit. Beyond it the next turn of the oldest reads its whole transcript.
+"""
 _OWN_BYTES = 200
-"""What a segment or an entry takes beside its content."""
+"""Bytes of a segment or an entry beside its content."""
 
 _Key = tuple[TenantId, SessionId]
 
@@ -49,7 +50,7 @@ class KnownTranscript:
         return NOTHING_KNOWN.grown(self.segments[:num_segments])
 
     def grown(self, added: Sequence[PackedSegment]) -> KnownTranscript:
-        """Return it with more segments behind it, without a mark. The ids of what was there are not looked at."""
+        """Return it with more segments behind it, without a mark."""
         return KnownTranscript(
             mark="",
             segments=(*self.segments, *added),
@@ -63,7 +64,7 @@ NOTHING_KNOWN = KnownTranscript("", (), 0, _OWN_BYTES, 0)
 
 
 class TranscriptMemory:
-    """The last used transcripts, `bytes_max` of them at most. Belongs to one event loop."""
+    """The last used transcripts, up to `bytes_max`. Belongs to one event loop."""
 
     def __init__(self, *, bytes_max: int, clock: Clock) -> None:
         """`bytes_max`: 0 keeps none."""
@@ -71,13 +72,13 @@ class TranscriptMemory:
         self._clock = clock
         self._known: OrderedDict[_Key, KnownTranscript] = OrderedDict()
         self._begun: OrderedDict[str, KnownTranscript] = OrderedDict()
-        """By lease: what a turn was built on, until its commit or its end."""
+        """Transcripts at the begin of a turn by lease, until its commit or its end."""
         self._timer: asyncio.TimerHandle | None = None
         self.size_bytes = 0
-        """Of all that is kept."""
+        """Bytes of all known transcripts."""
 
     def find(self, tenant: TenantId, session_id: SessionId) -> KnownTranscript:
-        """Return what is known of a session; NOTHING_KNOWN for most."""
+        """Return the known transcript of a session, or NOTHING_KNOWN."""
         known = self._known.get((tenant, session_id), NOTHING_KNOWN)
         return known if self._clock.now_ms() < known.until_ms else NOTHING_KNOWN
 
@@ -104,12 +105,12 @@ class TranscriptMemory:
         self._begun.pop(lease_id, None)
 
     def forget(self, tenant: TenantId, session_id: SessionId) -> None:
-        """Drop what is known of a session."""
+        """Forget a session."""
         if known := self._known.pop((tenant, session_id), None):
             self.size_bytes -= known.size_bytes
 
     def forget_due(self) -> None:
-        """Drop what is past its time. A timer calls it as long as there is anything."""
+        """Forget expired transcripts. A timer calls it as long as there are any."""
         now_ms = self._clock.now_ms()
         for key in [key for key, known in self._known.items() if known.until_ms <= now_ms]:
             self.forget(*key)
@@ -117,7 +118,7 @@ class TranscriptMemory:
         self._arm()
 
     def close(self) -> None:
-        """Drop everything."""
+        """Forget everything."""
         self._known.clear()
         self._begun.clear()
         self.size_bytes = 0

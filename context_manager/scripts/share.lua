@@ -1,6 +1,6 @@
 -- Gives a reserved fork the segments of its source, without copying one: the source's own become a trunk of both.
 -- a.lease_id: of the fork; a.generation: of the source; a.source: its keys as in `session_keys`, its member and id;
--- a.name: for a new trunk; a.trunks_max: trunks of one row; a.lengths_max: lengths at which one trunk is shared.
+-- a.name: for a new trunk.
 -- Answers {'ok', row of the fork, time, segments}, or {'copy'} where they cannot be shared.
 local SOURCE, SOURCE_TRANSCRIPT, SOURCE_TURNS = a.source.keys[1], a.source.keys[2], a.source.keys[6]
 local row = read_row(SESSION)
@@ -42,14 +42,14 @@ for _, trunk in ipairs(trunks) do
   before = before + trunk[2]
   if segments > 0 and segments < trunk[2] then
     local head = read_head(trunk_key(SOURCE_TRANSCRIPT, trunk[1]))
-    if head and not head.users[segments] and head.num_lengths >= a.lengths_max then
+    if head and not head.users[segments] and head.num_lengths >= LENGTHS_MAX then
       return {'copy'}
     end
   end
 end
 if keep > shared then
   local trunk = trunk_key(SOURCE_TRANSCRIPT, a.name)
-  if #trunks >= a.trunks_max or redis.call('RENAMENX', SOURCE_TRANSCRIPT, trunk) == 0 then
+  if #trunks >= TRUNKS_MAX or redis.call('RENAMENX', SOURCE_TRANSCRIPT, trunk) == 0 then
     return {'copy'}
   end
   local segments, tokens = num_segments - shared, tonumber(source.num_tokens) - shared_tokens
