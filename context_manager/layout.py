@@ -113,15 +113,15 @@ def day_of(now_ms: int) -> int:
 
 def session_keys(key: SessionKey, *, ledger: str) -> list[str]:
     """Return KEYS of the scripts about one session, in the order of arguments.lua."""
-    shard = shard_of(key.tenant, key.session_id)
+    tag, name = _tag(shard_of(key.tenant, key.session_id)), member(key)
     return [
-        session_key(key),
-        _key("transcript", key),
-        expiry_key(shard),
-        tenant_key(shard, key.tenant),
+        f"{tag}:session:{name}",
+        f"{tag}:transcript:{name}",
+        f"{tag}:expiry",
+        f"{tag}:tenant:{key.tenant}",
         ledger,
-        turns_key(key),
-        place_key(key),
+        f"{tag}:turns:{name}",
+        f"{tag}:place:{name}",
     ]
 
 

@@ -469,7 +469,7 @@ class ContextCacheManager:
     async def _get(self, operation: str, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
         key = limits.check_session(tenant, session_id)
         with self._metrics.store_call(operation):
-            return _session(key, await self._change("get", key))
+            return _session(key, self._accepted(await self._run("get", [layout.session_key(key)], {})))
 
     async def _read_turns(self, key: SessionKey) -> tuple[TurnReceipt, ...]:
         (reply,) = await self._redis.batch([("LRANGE", layout.turns_key(key), 0, -1)])
@@ -594,6 +594,10 @@ class ContextCacheManager:
         if answer[0] == b"answered":
             # The kept answer acknowledges a commit: each of its readers waits for replicas as the first one did.
             answer = await self._run(script, keys, arguments, raw=raw, durable=True, repeats=repeats)
+        return self._accepted(answer)
+
+    def _accepted(self, answer: Sequence[Any]) -> Sequence[Any]:
+        """Return the answer of a script about one session. Raises its refusal."""
         code = answer[0].decode()
         if code in ("ok", "copy"):
             return answer

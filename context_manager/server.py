@@ -6,7 +6,6 @@ fields of its answer are those of the returned value.
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,18 +61,18 @@ def _service(manager: ContextCacheManager) -> Any:
 
 
 def _answering(manager: ContextCacheManager, method: str, name: str) -> Any:
-    """Return the function that answers a method of the service."""
+    """Return the function that answers a method of the service.
+
+    The returned value has the fields of the answer, or is its only field.
+    """
     answer_class = getattr(pb, f"{name}Response")
-    names = {field.name for field in answer_class.DESCRIPTOR.fields}
+    names = [field.name for field in answer_class.DESCRIPTOR.fields]
 
     async def answer(request: Message, _context: object) -> Any:
         found = await getattr(manager, method)(**arguments_of(getattr(ContextCacheManager, method), request))
-        if found is None:
-            return message_of(answer_class)
-        if is_dataclass(found) and {field.name for field in fields(found)} <= names:
+        if found is None or len(names) > 1:
             return message_of(answer_class, found)
-        (only,) = names
-        return message_of(answer_class, **{only: found})
+        return message_of(answer_class, **{names[0]: found})
 
     return answer
 

@@ -1,6 +1,7 @@
 -- Answers the row.
-local where = standing(read_row(SESSION), now_ms, tombstone_ms)
+local flat = redis.call('HGETALL', SESSION)
+local where = standing(row_of(flat), now_ms, tombstone_ms)
 if not is_there(where) then
   return {where}
 end
-return as_it_is()
+return {'ok', flat, integer(now_ms)}

@@ -64,7 +64,7 @@ class CopyingManager(ContextCacheManager):
     async def _change(self, script: str, key: SessionKey, *more: Any, **named: Any) -> Sequence[Any]:
         if script != "share":
             return await super()._change(script, key, *more, **named)
-        there = await super()._change("get", key)
+        there = self._accepted(await self._run("get", [session_key(key)], {}))
         row, lease = dict(zip(there[1][::2], there[1][1::2], strict=True)), named["lease_id"].encode()
         # A repeat is known, as share.lua knows it.
         if lease == row[b"committed_lease_id"] or (lease == row[b"lease_id"] and b"forked_from" in row):
