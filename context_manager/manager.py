@@ -544,7 +544,7 @@ class ContextCacheManager:
         members = await self._redis.call("ZRANGEBYSCORE", expiry, "-inf", now_ms, "LIMIT", 0, min(limit, SWEEP_BATCH))
         keys = {name: key for name in members if (key := layout.key_of_member(name, shard=shard)) is not None}
         nameless = [name for name in members if name not in keys]
-        # Of managers at the same time one removes a member, and counts it.
+        # Several managers may sweep at once: the one that removes a member counts it.
         num_removed = await self._redis.call("ZREM", expiry, *nameless) if nameless else 0
         swept = [Swept(None, Fate.DAMAGED) for _ in range(num_removed)]
         if keys:
