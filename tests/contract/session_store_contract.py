@@ -793,6 +793,10 @@ class SessionStoreContract:
         with pytest.raises(ContextExpired):
             await store.unregister(KEY, now_ms=end)
         await store.abort_turn(KEY, lease_id="turn", now_ms=end)
+        page = await store.list_sessions("demo", limit=10, after="", model_id="", now_ms=end)
+        held = [HeldCacheRef(KEY.tenant, KEY.session_id, REF_1)]
+        assert (page.sessions, await store.check_refs(held, now_ms=end)) == ((), (0,))
+        assert await store.check_refs(held, now_ms=end - 1) == ()
 
     @pytest.mark.parametrize("swept", [False, True])
     async def test_an_expired_session_is_remembered_and_then_forgotten(self, store: SessionStore, swept: bool) -> None:
