@@ -23,8 +23,8 @@ NO_KEY = {"authorization": ""}
 class OpenEngine(StubEngine):
     """Lets every origin read, as vLLM does unless told otherwise."""
 
-    async def _send(self, writer, status: int, body: bytes) -> bool:
-        writer.write(b"HTTP/1.1 %d X\r\naccess-control-allow-origin: *\r\n" % status)
+    async def _send(self, writer, status: int, body: bytes, header: bytes = b"") -> bool:
+        writer.write(b"HTTP/1.1 %d X\r\naccess-control-allow-origin: *\r\n%b" % (status, header))
         writer.write(b"access-control-allow-credentials: true\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
         await writer.drain()
         return True
