@@ -1,4 +1,4 @@
-"""Finds vLLM's container in a pod, and checks the parts of it that a manifest shows. Pure.
+"""Finds vLLM's container in a pod, checks the parts of it that a manifest shows, and names each reason against. Pure.
 
 A shell or start script may still change vLLM's arguments and environment. `payload_start/context_cache_start.py`
 checks the real ones when vLLM starts.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
-from pod_injector.not_injected import NotInjected, Reason
 from pod_injector.parts import PatchParts
 from pod_injector.payload_start.context_cache_start import (
     API_SERVER,
@@ -30,6 +30,36 @@ _RELEASE = re.compile(r"vllm[\w.-]*:v?(\d+)\.(\d+)")
 _STARTS_VLLM = re.compile(rf"\bvllm\s+serve\b|\b({re.escape(API_SERVER)}|{re.escape(COMMAND_LINE)})\b")
 _PROGRAM = re.compile(r"(^|/)([a-z]*sh|python[0-9.]*)$|\.(sh|py)$")
 """First of `args` that is a program instead of vLLM's first argument: a shell, Python or a script."""
+
+
+class Reason(StrEnum):
+    """Reason for which a pod is left alone: the annotation `context-cache.io/inject-skipped` and the metric's label."""
+
+    OPTED_OUT = "opted-out"
+    OTHER_RELEASE = "other-release"
+    HOST_NETWORK = "host-network"
+    WINDOWS = "windows"
+    NO_VLLM_CONTAINER = "no-vllm-container"
+    SEVERAL_VLLM_CONTAINERS = "several-vllm-containers"
+    KV_CONNECTOR = "kv-connector"
+    PORT = "port"
+    SERVER = "server"
+    RUST_FRONTEND = "rust-frontend"
+    NAME_TAKEN = "name-taken"
+    USER = "user"
+    RESOURCES = "resources"
+    FS_GROUP = "fs-group"
+    VLLM_VERSION = "vllm-version"
+    FAULT = "fault"
+
+
+class NotInjected(Exception):
+    """The pod is left alone. Not in the tree of errors: no process sends it to another."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
 
 
 def engine_index(pod: Mapping[str, Any]) -> int:
@@ -82,17 +112,18 @@ def check_written(container: Mapping[str, Any], parts: PatchParts) -> None:
         raise NotInjected(Reason(reason), message)
 
 
-def sidecar_user(pod: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[int, int | None] | None:
-    """Return user and group the sidecar must run as to share files with the engine; None: its own user works.
+def sidecar_user(pod: Mapping[str, Any], container: Mapping[str, Any]) -> dict[str, int]:
+    """Return the `securityContext` with which the sidecar can share files with the engine; empty: its own works.
 
     The sidecar's files are writable for its user only. Root may write them with CAP_DAC_OVERRIDE. Raises NotInjected
     if the engine's user is unknown, or is root without that right.
     """
-    of_pod, own = pod["spec"].get("securityContext") or {}, container.get("securityContext") or {}
-    user = own.get("runAsUser", of_pod.get("runAsUser"))
-    if user:
-        return int(user), own.get("runAsGroup", of_pod.get("runAsGroup"))
-    if user is None and own.get("runAsNonRoot", of_pod.get("runAsNonRoot", False)):
+    own = container.get("securityContext") or {}
+    context = {**(pod["spec"].get("securityContext") or {}), **own}
+    if user := context.get("runAsUser"):
+        group = context.get("runAsGroup")
+        return {"runAsUser": int(user), "runAsGroup": int(user if group is None else group)}
+    if user is None and context.get("runAsNonRoot"):
         raise NotInjected(Reason.USER, "only the image sets the engine's user: set securityContext.runAsUser")
     dropped, added = (
         {str(name).upper().removeprefix("CAP_") for name in (own.get("capabilities") or {}).get(change) or []}
@@ -104,7 +135,7 @@ def sidecar_user(pod: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[
             "the engine runs as its image's user, or as root without CAP_DAC_OVERRIDE, and cannot use the "
             "sidecar's files: set securityContext.runAsUser to a user other than root",
         )
-    return None
+    return {}
 
 
 def check_version(container: Mapping[str, Any]) -> None:

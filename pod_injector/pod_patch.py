@@ -19,8 +19,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pod_injector.engine_container import check_version, check_written, engine_index, sidecar_user
-from pod_injector.not_injected import NotInjected, Reason
+from pod_injector.engine_container import (
+    NotInjected,
+    Reason,
+    check_version,
+    check_written,
+    engine_index,
+    sidecar_user,
+)
 from pod_injector.parts import PatchParts
 from pod_injector.payload_start.context_cache_start import ARGUMENTS_ENV
 
@@ -33,9 +39,9 @@ _FILE_MODE = 0o444
 _GROUP = 65532
 """Group of the sidecar's files: its members may open its sockets."""
 _EMPTY = "context-cache-no-token"
-_ACCOUNT_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
-"""Mount path of the ServiceAccount's token. Admission mounts the token into each container without a mount there, ours
-included. Our containers never call the API server, so they mount an empty volume."""
+_NO_TOKEN = {"name": _EMPTY, "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount", "readOnly": True}
+"""Mount of an empty volume at the path of the ServiceAccount's token. Admission mounts the token into each container
+without a mount there, ours included. Our containers never call the API server."""
 _RESTRICTED = {
     "runAsNonRoot": True,
     "runAsUser": 65532,
@@ -47,7 +53,9 @@ _RESTRICTED = {
 
 def injection_patch(pod: Mapping[str, Any], parts: PatchParts) -> list[dict[str, Any]] | None:
     """Return the patch that injects a pod; None if it is injected already. Raises NotInjected."""
-    if _is_injected(pod, parts):
+    # Both: a template may have the annotation copied from a running pod, without the container.
+    is_marked = INJECTED_ANNOTATION in (pod["metadata"].get("annotations") or {})
+    if is_marked and parts.sidecar["name"] in _names(pod["spec"], "initContainers"):
         return None
     _check_pod(pod, parts)
     injected = copy.deepcopy(dict(pod))
@@ -72,12 +80,6 @@ def _patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str
     ]
 
 
-def _is_injected(pod: Mapping[str, Any], parts: PatchParts) -> bool:
-    # Both: a template may have the annotation copied from a running pod, without the container.
-    marked = INJECTED_ANNOTATION in (pod["metadata"].get("annotations") or {})
-    return marked and parts.sidecar["name"] in _names(pod, "initContainers")
-
-
 def _check_pod(pod: Mapping[str, Any], parts: PatchParts) -> None:
     spec, labels = pod["spec"], pod["metadata"].get("labels") or {}
     if labels.get(INJECT_LABEL) != "true":
@@ -93,11 +95,8 @@ def _check_pod(pod: Mapping[str, Any], parts: PatchParts) -> None:
         raise NotInjected(Reason.HOST_NETWORK, "with hostNetwork other pods of the node may use the sidecar's ports")
     if (spec.get("os") or {}).get("name") == "windows":
         raise NotInjected(Reason.WINDOWS, "the sidecar runs only on Linux")
-    taken = {parts.sidecar["name"], parts.payload["name"]} & {
-        *_names(pod, "containers"),
-        *_names(pod, "initContainers"),
-    }
-    taken |= {_EMPTY, *(volume["name"] for volume in parts.volumes)} & set(_names(pod, "volumes"))
+    taken = {parts.sidecar["name"], parts.payload["name"]} & _names(spec, "containers", "initContainers")
+    taken |= {_EMPTY, *(volume["name"] for volume in parts.volumes)} & _names(spec, "volumes")
     if taken:
         raise NotInjected(
             Reason.NAME_TAKEN, f"the pod already has containers or volumes with these names: {sorted(taken)}"
@@ -108,64 +107,59 @@ def _check_pod(pod: Mapping[str, Any], parts: PatchParts) -> None:
 
 
 def _inject(pod: dict[str, Any], parts: PatchParts) -> None:
-    spec = pod["spec"]
-    index = engine_index(pod)
-    engine = spec["containers"][index]
+    spec, metadata = pod["spec"], pod["metadata"]
+    engine = spec["containers"][engine_index(pod)]
     check_version(engine)
     check_written(engine, parts)
-    ours = [copy.deepcopy(dict(container)) for container in (parts.payload, parts.sidecar)]
-    _share_user(spec, ours, sidecar_user(pod, engine))
-    for container in ours:
-        mount = {"name": _EMPTY, "mountPath": _ACCOUNT_PATH, "readOnly": True}
-        container["volumeMounts"] = [*container.get("volumeMounts", []), mount]
-    volumes = [*_volumes(spec, parts), {"name": _EMPTY, "emptyDir": {}}]
+    user = sidecar_user(pod, engine)
+    if not user:
+        _join_group(spec)
+    _check_claims(spec, parts)
     _add_env(engine, parts)
     _add_mounts(engine, parts)
     _follow_scheme(engine, parts)
+    ours = [_our_container(container, user) for container in (parts.payload, parts.sidecar)]
     spec["initContainers"] = [*ours, *(spec.get("initContainers") or [])]
-    spec["volumes"] = [*(spec.get("volumes") or []), *volumes]
+    spec["volumes"] = [*(spec.get("volumes") or []), *map(_readable, parts.volumes), {"name": _EMPTY, "emptyDir": {}}]
     _add_pull_secrets(spec, parts)
-    _mark(pod["metadata"], parts)
+    annotations = {**(metadata.get("annotations") or {}), INJECTED_ANNOTATION: parts.version}
+    annotations.pop(SKIPPED_ANNOTATION, None)
+    metadata["annotations"] = annotations
+    metadata["labels"] = {**(metadata.get("labels") or {}), ENGINES_LABEL: parts.engines}
 
 
-def _share_user(spec: dict[str, Any], ours: list[dict[str, Any]], user: tuple[int, int | None] | None) -> None:
+def _join_group(spec: dict[str, Any]) -> None:
     """Let the engine open the sidecar's sockets. `fsGroup` would change the group of the pod's other volumes too."""
-    for container in ours:
-        container["securityContext"] = {**_RESTRICTED, **container.get("securityContext", {})}
-        if user is not None:
-            container["securityContext"] |= {
-                "runAsUser": user[0],
-                "runAsGroup": user[0] if user[1] is None else user[1],
-            }
-    if user is not None:
-        return
     context = spec.get("securityContext") or {}
     groups = context.get("supplementalGroups") or []
     if _GROUP not in groups:
         spec["securityContext"] = {**context, "supplementalGroups": [*groups, _GROUP]}
 
 
-def _volumes(spec: Mapping[str, Any], parts: PatchParts) -> list[dict[str, Any]]:
-    """Return the volumes to add. Raises NotInjected if the sidecar could not write to its own volume."""
-    volumes = [_readable(volume) for volume in parts.volumes]
+def _check_claims(spec: Mapping[str, Any], parts: PatchParts) -> None:
+    """Raise NotInjected if the sidecar could not write to its own volume."""
     has_group = (spec.get("securityContext") or {}).get("fsGroup") is not None
-    if not has_group and any({"persistentVolumeClaim", "ephemeral"} & volume.keys() for volume in volumes):
+    if not has_group and any({"persistentVolumeClaim", "ephemeral"} & volume.keys() for volume in parts.volumes):
         raise NotInjected(
-            Reason.FS_GROUP,
-            "a claim for blocks belongs to root at first: set the pod's securityContext.fsGroup",
+            Reason.FS_GROUP, "a claim for blocks belongs to root at first: set the pod's securityContext.fsGroup"
         )
-    return volumes
 
 
-def _readable(volume: Mapping[str, Any]) -> dict[str, Any]:
+def _our_container(container: Mapping[str, Any], user: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        **container,
+        "securityContext": {**_RESTRICTED, **container.get("securityContext", {}), **user},
+        "volumeMounts": [*container.get("volumeMounts", []), _NO_TOKEN],
+    }
+
+
+def _readable(volume: dict[str, Any]) -> dict[str, Any]:
     """Return a volume whose secret files every user may read: without fsGroup they belong to root."""
-    if "secret" not in volume:
-        return dict(volume)
-    return {**volume, "secret": {**volume["secret"], "defaultMode": _FILE_MODE}}
+    return volume | {"secret": volume["secret"] | {"defaultMode": _FILE_MODE}} if "secret" in volume else volume
 
 
 def _add_env(engine: dict[str, Any], parts: PatchParts) -> None:
-    env = [dict(item) for item in engine.get("env") or []]
+    env = engine.get("env") or []
     path = next((item for item in env if item["name"] == _PYTHON_PATH), None)
     if path is None:
         env.append({"name": _PYTHON_PATH, "value": parts.python_path})
@@ -177,17 +171,16 @@ def _add_env(engine: dict[str, Any], parts: PatchParts) -> None:
     # Kubernetes replaces $(NAME) in values; $$ is its escape.
     ours = [*parts.env, {"name": ARGUMENTS_ENV, "value": at_start.replace("$(", "$$(")}]
     taken = {item["name"] for item in env}
-    engine["env"] = env + [copy.deepcopy(item) for item in ours if item["name"] not in taken]
+    engine["env"] = [*env, *(item for item in ours if item["name"] not in taken)]
 
 
 def _add_mounts(engine: dict[str, Any], parts: PatchParts) -> None:
-    mounts = list(engine.get("volumeMounts") or [])
+    mounts = engine.get("volumeMounts") or []
     taken = {str(mount.get("mountPath", "")).rstrip("/") for mount in mounts}
-    wanted = [dict(mount) for mount in parts.mounts]
-    clash = [mount["mountPath"] for mount in wanted if mount["mountPath"].rstrip("/") in taken]
+    clash = [mount["mountPath"] for mount in parts.mounts if mount["mountPath"].rstrip("/") in taken]
     if clash:
         raise NotInjected(Reason.NAME_TAKEN, f"the engine has other mounts at {', '.join(clash)}")
-    engine["volumeMounts"] = mounts + wanted
+    engine["volumeMounts"] = [*mounts, *parts.mounts]
 
 
 def _follow_scheme(engine: dict[str, Any], parts: PatchParts) -> None:
@@ -206,20 +199,12 @@ def _follow_scheme(engine: dict[str, Any], parts: PatchParts) -> None:
 
 def _add_pull_secrets(spec: dict[str, Any], parts: PatchParts) -> None:
     there = spec.get("imagePullSecrets") or []
-    missing = [{"name": name} for name in parts.image_pull_secrets if {"name": name} not in there]
-    if missing:
+    if missing := [{"name": name} for name in parts.image_pull_secrets if {"name": name} not in there]:
         spec["imagePullSecrets"] = [*there, *missing]
 
 
-def _mark(metadata: dict[str, Any], parts: PatchParts) -> None:
-    annotations = {**(metadata.get("annotations") or {}), INJECTED_ANNOTATION: parts.version}
-    annotations.pop(SKIPPED_ANNOTATION, None)
-    metadata["annotations"] = annotations
-    metadata["labels"] = {**(metadata.get("labels") or {}), ENGINES_LABEL: parts.engines}
-
-
-def _names(pod: Mapping[str, Any], field: str) -> list[str]:
-    return [str(item.get("name")) for item in pod["spec"].get(field) or []]
+def _names(spec: Mapping[str, Any], *fields: str) -> set[str]:
+    return {str(item.get("name")) for field in fields for item in spec.get(field) or []}
 
 
 def _ports(containers: list[dict[str, Any]]) -> set[int]:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contextcache.errors import InvalidRequest
-from pod_injector.engine_container import engine_index, warning_about
-from pod_injector.not_injected import NotInjected, Reason
+from pod_injector.engine_container import NotInjected, Reason, engine_index, warning_about
 from pod_injector.parts import PatchParts
 from pod_injector.pod_patch import injection_patch, skip_patch
 

@@ -57,7 +57,7 @@ class _Injector:
             self.default_parts: Any = importlib.import_module(f"{_INJECTOR}.parts").default_parts
             self.read_parts: Any = importlib.import_module(f"{_INJECTOR}.parts").read_parts
             self.previews: Any = importlib.import_module(f"{_INJECTOR}.preview").previews
-            self.bytes_max: int = importlib.import_module(f"{_INJECTOR}.manifests").BYTES_MAX
+            self.bytes_max: int = importlib.import_module(f"{_INJECTOR}.preview").BYTES_MAX
         except ModuleNotFoundError as exc:
             raise NotJudged(_NOT_INSTALLED) from exc
 

@@ -13,10 +13,9 @@ import aiohttp
 import pytest
 import trustme
 
-from pod_injector import webhook
-from pod_injector.server import serve
+from pod_injector import server
+from pod_injector.server import Webhook, serve
 from pod_injector.settings import InjectorSettings
-from pod_injector.webhook import Webhook
 from tests.kit.ports import free_port
 from tests.kit.until import until
 from tests.unit.pod_injector.pods import apply_patch, make_parts, make_pod
@@ -292,13 +291,13 @@ async def test_probes_and_metrics_are_on_a_port_of_their_own(injector):
 
 
 async def test_probes_are_answered_while_a_review_takes_long(injector, monkeypatch):
-    release, judge = threading.Event(), webhook.review
+    release, judge = threading.Event(), server.review
 
     def slow(*arguments):
         assert release.wait(PATIENCE_S)
         return judge(*arguments)
 
-    monkeypatch.setattr(webhook, "review", slow)
+    monkeypatch.setattr(server, "review", slow)
     async with injector.running(metrics_port=free_port()):
         reviewed = asyncio.create_task(injector.post(make_review(make_pod())))
         healthy = [(await plain(injector, "/healthz"))[0] for _ in range(3)]

@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from prometheus_client import CollectorRegistry
 
-from pod_injector.certificate import open_certificate
 from pod_injector.metrics import InjectorMetrics
+from pod_injector.server import open_certificate
 
 END = dt.datetime(2099, 1, 2, tzinfo=dt.UTC)
 

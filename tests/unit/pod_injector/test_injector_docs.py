@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pod_injector.not_injected import Reason
+from pod_injector.engine_container import Reason
 
 DOC = (Path(__file__).parents[3] / "docs/operations/pod-injector.md").read_text()
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pod_injector.engine_container import check_written, looks_like_vllm, warning_about, written_arguments
-from pod_injector.not_injected import NotInjected, Reason
+from pod_injector.engine_container import (
+    NotInjected,
+    Reason,
+    check_written,
+    looks_like_vllm,
+    warning_about,
+    written_arguments,
+)
 from tests.unit.pod_injector.pods import make_engine, make_parts
 
 SERVE = ["vllm", "serve", "m"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 
-from pod_injector.not_injected import NotInjected, Reason
+from pod_injector.engine_container import NotInjected, Reason
 from pod_injector.payload_start.context_cache_start import ARGUMENTS_ENV
 from pod_injector.pod_patch import injection_patch, skip_patch
 from tests.unit.pod_injector.pods import ARGUMENTS, apply_patch, make_engine, make_parts, make_pod

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pod_injector.manifests import BYTES_MAX, UnreadableManifest, pod_templates
 from pod_injector.parts import default_parts
 from pod_injector.pod_patch import injection_patch
-from pod_injector.preview import previews
+from pod_injector.preview import BYTES_MAX, UnreadableManifest, pod_templates, previews
 from tests.unit.pod_injector.pods import apply_patch, make_engine, make_pod
 
 THEIRS = Path(__file__).with_name("theirs")
