@@ -180,6 +180,6 @@ def _described(state: EndpointState) -> dict[str, Any]:
         "waiting": state.load.waiting,
         "kv_usage": round(state.load.kv_usage, 3),
         "tiers": sorted(state.tiers),
-        "beginnings": state.beginnings,
+        "beginnings": len(state.heard),
         "placed": state.placed,
     }

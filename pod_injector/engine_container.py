@@ -1,4 +1,4 @@
-"""Finds vLLM's container in a pod, checks the parts of it that a manifest shows, and names each reason against. Pure.
+"""Finds vLLM's container in a pod, and checks the parts of it that a manifest shows. Names the reasons. Pure.
 
 A shell or start script may still change vLLM's arguments and environment. `payload_start/context_cache_start.py`
 checks the real ones when vLLM starts.

@@ -26,22 +26,19 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from random import Random
 
 from contextcache.model import ModelId
 from gateway.metrics import Metrics
 from gateway.pods.roster import Roster
 from gateway.pods.routing import Choice, ChoiceReason, RouteQuery, choose_endpoint
-from gateway.pods.state import Endpoint, EndpointState, EngineLoad, LoadLimits, Readiness
+from gateway.pods.state import SETTLED_PROBES, Endpoint, EndpointState, EngineLoad, LoadLimits, Readiness
 from gateway.shares import PodTenants
 
 log = logging.getLogger(__name__)
 
 _LOAD_STATES = ("running", "waiting")
-_SETTLED_PROBES = 3
-"""Healthy probes of a new pod before it is ready. Envoy resolves DNS once a second, and sends requests for a pod that
-it does not know yet to any pod."""
 _SILENT_PROBES_MAX = 3
 """Probes in a row without an answer that take a pod out, or after which its last load no longer counts."""
 _LAST_POD_PATIENCE = 10
@@ -78,47 +75,28 @@ Source = Callable[[], Sequence[Endpoint] | None]
 """Returns all pods if the list has changed since the last call, else None."""
 
 
-@dataclass(slots=True, eq=False)
-class _Pod(EndpointState):
-    """A pod's state, with the memory that the next probe and the next choice need."""
-
-    probes_to_ready: int = _SETTLED_PROBES
-    """Healthy probes that a NEW pod still needs."""
-    silent_probes: int = 0
-    probes_without_load: int = 0
-    heard: dict[str, None] = field(default_factory=dict)
-    """Beginnings of prompts that the pod has served, in the order of their last request."""
-    beginnings_end: int = 0
-    """Position in the sidecar's list of beginnings up to which it was read; 0: from the start."""
-
-
+@dataclass(eq=False)
 class WatchedEndpoints:
     """The listed pods. `run` probes them; its owner cancels it."""
 
-    def __init__(  # noqa: PLR0913  # one place is told everything, by name
-        self,
-        endpoints: Sequence[Endpoint],
-        probe: Probe,
-        *,
-        metrics: Metrics,
-        interval_s: float = 1.0,
-        source: Source | None = None,
-        clock_s: Callable[[], float] = time.monotonic,
-        limits: LoadLimits | None = None,
-        rng: Random | None = None,
-    ) -> None:
-        """`source`: tells of a changed list; `rng` breaks ties between pods: tests give a seeded one."""
-        self._probe = probe
-        self._metrics = metrics
-        self._interval_s = interval_s
-        self._source = source
-        self._clock_s = clock_s
-        self._limits = limits or LoadLimits()
-        self._rng = rng if rng is not None else Random()  # noqa: S311 - spreads load, guards nothing
-        self._choices = {reason: metrics.choices.labels(reason.value) for reason in ChoiceReason}
+    endpoints: InitVar[Sequence[Endpoint]]
+    probe: Probe
+    _: KW_ONLY
+    metrics: Metrics
+    interval_s: float = 1.0
+    source: Source | None = None
+    """Tells of a changed list."""
+    clock_s: Callable[[], float] = time.monotonic
+    limits: LoadLimits = field(default_factory=LoadLimits)
+    rng: Random = field(default_factory=Random)
+    """Breaks ties between pods: tests give a seeded one."""
+
+    def __post_init__(self, endpoints: Sequence[Endpoint]) -> None:
+        """List the first pods."""
+        self._choices = {reason: self.metrics.choices.labels(reason.value) for reason in ChoiceReason}
         self.looked = asyncio.Event()
         """Set when `run` has probed every pod once."""
-        self._pods: dict[str, _Pod] = {}
+        self._pods: dict[str, EndpointState] = {}
         """By name, GONE pods too."""
         self._roster: Roster | None = None
         self._knowing: dict[str, dict[str, int]] = {}
@@ -133,7 +111,7 @@ class WatchedEndpoints:
 
         Not `is_made`: the caller only asks whether there is one, and the choice is not counted.
         """
-        choice = choose_endpoint(self.roster(), query, limits=self._limits, rng=self._rng)
+        choice = choose_endpoint(self.roster(), query, limits=self.limits, rng=self.rng)
         if is_made:
             self._choices[choice.reason].inc()
         return choice
@@ -183,7 +161,7 @@ class WatchedEndpoints:
         self._note_use(pod)
         pod.in_flight += 1
         try:
-            with self._metrics.requests_in_flight.labels(name).track_inprogress(), counted:
+            with self.metrics.requests_in_flight.labels(name).track_inprogress(), counted:
                 yield
         finally:
             pod.in_flight -= 1
@@ -234,11 +212,6 @@ class WatchedEndpoints:
             pod.fingerprint = fingerprint or pod.fingerprint
             pod.tiers = tiers
 
-    def beginnings_end(self, name: str) -> int:
-        """Return the position from which to read the sidecar's list of beginnings; 0: from the start."""
-        pod = self._named(name)
-        return 0 if pod is None else pod.beginnings_end
-
     def note_beginnings(self, name: str, asked_at_ms: Mapping[str, int], end: int) -> None:
         """Remember beginnings that a pod has served, with the time of the last request, the newest last."""
         pod = self._named(name)
@@ -258,7 +231,7 @@ class WatchedEndpoints:
             else:
                 pod.endpoint = endpoint
                 if pod.readiness is Readiness.GONE:
-                    pod.readiness, pod.probes_to_ready = Readiness.NEW, _SETTLED_PROBES
+                    pod.readiness, pod.probes_to_ready = Readiness.NEW, SETTLED_PROBES
         for pod in before.values():
             if pod.readiness is not Readiness.GONE:
                 log.info("endpoint gone", extra={"endpoint": pod.endpoint.name})
@@ -269,11 +242,11 @@ class WatchedEndpoints:
     async def run(self) -> None:
         """Follow the source and probe all pods, every `interval_s`, until cancelled."""
         # The loop must survive: without it no pod would become ready again.
-        await repeat(self._round, self._interval_s, "probe round failed", self._metrics)
+        await repeat(self._round, self.interval_s, "probe round failed", self.metrics)
 
     async def _round(self) -> None:
         try:
-            changed = self._source() if self._source is not None else None
+            changed = self.source() if self.source is not None else None
             if changed is not None:
                 self.follow(changed)
             await self.probe_all()
@@ -292,8 +265,8 @@ class WatchedEndpoints:
             if fault is not None:
                 raise fault
 
-    async def _probe_one(self, pod: _Pod, *, had_ready: bool) -> None:
-        health = await self._probe(pod.endpoint)
+    async def _probe_one(self, pod: EndpointState, *, had_ready: bool) -> None:
+        health = await self.probe(pod.endpoint)
         if self._named(pod.endpoint.name) is not pod:
             return  # another pod has the name by now
         if health.healthy:
@@ -311,11 +284,11 @@ class WatchedEndpoints:
             if pod.silent_probes >= _SILENT_PROBES_MAX * (_LAST_POD_PATIENCE if self._is_last(pod) else 1):
                 self._take_out(pod)
 
-    def _note_health(self, pod: _Pod, health: Health) -> None:
+    def _note_health(self, pod: EndpointState, health: Health) -> None:
         name = pod.endpoint.name
         pod.clock_skew_s = health.clock_skew_s
         if health.clock_skew_s is not None:
-            self._metrics.endpoint_clock_skew.labels(name).set(health.clock_skew_s)
+            self.metrics.endpoint_clock_skew.labels(name).set(health.clock_skew_s)
         self._models_seen.update(dict.fromkeys(health.models, self._num_rounds))
         if pod.models != health.models:
             pod.models, self._roster = health.models, None
@@ -326,43 +299,43 @@ class WatchedEndpoints:
         pod.load, pod.since_probe = load, 0
         pod.tenants.probed(running=load.running, waiting=load.waiting, deferred=load.deferred, tenants=health.tenants)
         for state, value in zip(_LOAD_STATES, (load.running, load.waiting), strict=True):
-            self._metrics.endpoint_load.labels(name, state).set(value)
+            self.metrics.endpoint_load.labels(name, state).set(value)
 
-    def _take_out(self, pod: _Pod) -> None:
+    def _take_out(self, pod: EndpointState) -> None:
         if pod.ready:
             self._set(pod, Readiness.OUT)
 
-    def _set(self, pod: _Pod, readiness: Readiness) -> None:
+    def _set(self, pod: EndpointState, readiness: Readiness) -> None:
         was_ready, pod.readiness = pod.ready, readiness
         if pod.ready != was_ready:
             self._roster = None
-            self._metrics.endpoint_ready.labels(pod.endpoint.name).set(int(pod.ready))
+            self.metrics.endpoint_ready.labels(pod.endpoint.name).set(int(pod.ready))
             log.info("endpoint ready" if pod.ready else "endpoint not ready", extra={"endpoint": pod.endpoint.name})
 
-    def _is_last(self, pod: _Pod) -> bool:
+    def _is_last(self, pod: EndpointState) -> bool:
         return not any(other.ready for other in self._pods.values() if other is not pod)
 
-    def _listed(self) -> list[_Pod]:
+    def _listed(self) -> list[EndpointState]:
         return [pod for pod in self._pods.values() if pod.readiness is not Readiness.GONE]
 
-    def _named(self, name: str) -> _Pod | None:
+    def _named(self, name: str) -> EndpointState | None:
         """Return the listed pod of this name."""
         pod = self._pods.get(name)
         return None if pod is None or pod.readiness is Readiness.GONE else pod
 
-    def _add(self, endpoint: Endpoint, before: _Pod | None) -> None:
+    def _add(self, endpoint: Endpoint, before: EndpointState | None) -> None:
         """List a new pod, in place of another one of its name: requests to that one end at its old address."""
         if before is not None:
             self._forget_placed(before)
-        self._pods[endpoint.name] = _Pod(endpoint, tenants=PodTenants(self._clock_s))
-        self._metrics.endpoint_ready.labels(endpoint.name).set(0)
+        self._pods[endpoint.name] = EndpointState(endpoint, tenants=PodTenants(self.clock_s))
+        self.metrics.endpoint_ready.labels(endpoint.name).set(0)
 
-    def _note_use(self, pod: _Pod) -> None:
+    def _note_use(self, pod: EndpointState) -> None:
         self._num_routed += 1
         pod.routed_at = self._num_routed
         pod.since_probe += 1
 
-    def _add_placed(self, pod: _Pod) -> None:
+    def _add_placed(self, pod: EndpointState) -> None:
         pod.placed += 1
         self._num_placed += 1
         if self._num_placed >= _PLACED_WINDOW * len(self._pods):
@@ -370,46 +343,38 @@ class WatchedEndpoints:
                 other.placed //= 2
             self._num_placed = sum(other.placed for other in self._pods.values())
 
-    def _note_beginning(self, pod: _Pod, beginning: str, at_ms: int) -> None:
+    def _note_beginning(self, pod: EndpointState, beginning: str, at_ms: int) -> None:
         pod.heard.pop(beginning, None)
         pod.heard[beginning] = None
         asked = self._knowing.setdefault(beginning, {})
         asked[pod.endpoint.name] = max(at_ms, asked.get(pod.endpoint.name, 0))
         while len(pod.heard) > min(_BEGINNINGS_MAX, _ALL_BEGINNINGS_MAX // len(self._pods)):
             self._forget_beginning(pod, next(iter(pod.heard)))
-        pod.beginnings = len(pod.heard)
 
-    def _forget_placed(self, pod: _Pod) -> None:
+    def _forget_placed(self, pod: EndpointState) -> None:
         self._num_placed -= pod.placed
         pod.placed = pod.beginnings_end = 0
         for beginning in list(pod.heard):
             self._forget_beginning(pod, beginning)
 
-    def _forget_beginning(self, pod: _Pod, beginning: str) -> None:
+    def _forget_beginning(self, pod: EndpointState, beginning: str) -> None:
         del pod.heard[beginning]
-        pod.beginnings = len(pod.heard)
         asked = self._knowing[beginning]
         del asked[pod.endpoint.name]
         if not asked:
             del self._knowing[beginning]
 
-    def _forget_if_gone(self, pod: _Pod) -> None:
+    def _forget_if_gone(self, pod: EndpointState) -> None:
         name = pod.endpoint.name
         if pod.readiness is not Readiness.GONE or pod.in_flight or self._pods.get(name) is not pod:
             return
         del self._pods[name]
-        found = self._metrics
-        for metric in (
-            found.endpoint_ready,
-            found.requests_in_flight,
-            found.endpoint_clock_skew,
-            found.unreachable_deletes,
-        ):
+        found = self.metrics
+        of_pod = (found.endpoint_ready, found.requests_in_flight, found.endpoint_clock_skew, found.unreachable_deletes)
+        by_state = [(found.endpoint_load, (name, state)) for state in _LOAD_STATES]
+        for metric, labels in [*((metric, (name,)) for metric in of_pod), *by_state]:
             with suppress(KeyError):
-                metric.remove(name)
-        for state in _LOAD_STATES:
-            with suppress(KeyError):
-                found.endpoint_load.remove(name, state)
+                metric.remove(*labels)
 
 
 async def repeat(step: Callable[[], Awaitable[None]], interval_s: float, failure: str, metrics: Metrics) -> None:

@@ -6,10 +6,10 @@ import asyncio
 import json
 import math
 import re
-import ssl
 from contextlib import AbstractAsyncContextManager
+from dataclasses import KW_ONLY, dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import Any, TypedDict
+from typing import Any
 from urllib.parse import quote
 
 import aiohttp
@@ -34,22 +34,16 @@ _PAGE_BYTES_MAX = 4 << 20
 """Bytes read of a page, more than vLLM's whole one has."""
 
 
+@dataclass(frozen=True, slots=True)
 class HttpProbe:
     """`GET /health`, `/v1/models` and `/metrics` of a vLLM pod."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        *,
-        timeout_s: float,
-        tls: WatchedTls | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        """`tls`: for pods with an https URL."""
-        self._clock = SystemClock() if clock is None else clock
-        self._session = session
-        self._tls = tls
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+    session: aiohttp.ClientSession
+    _: KW_ONLY
+    timeout_s: float
+    tls: WatchedTls | None = None
+    """For pods with an https URL."""
+    clock: Clock = field(default_factory=SystemClock)
 
     async def __call__(self, endpoint: Endpoint) -> Health:
         """Return the pod's health. Never raises for a fault of the pod; a healthy one may lack models and load."""
@@ -61,7 +55,7 @@ class HttpProbe:
                 if in_flight is None and endpoint.sidecar:
                     # vLLM runs without our middleware (ADR 0112), and would ignore a `session_id`.
                     return Health(healthy=False)
-                skew_s = clock_skew_s(answer.headers.get("date", ""), now_ms=self._clock.now_ms())
+                skew_s = clock_skew_s(answer.headers.get("date", ""), now_ms=self.clock.now_ms())
         except (TimeoutError, aiohttp.ServerTimeoutError):
             return Health(healthy=False, certain=False)
         except aiohttp.ClientError:
@@ -78,31 +72,27 @@ class HttpProbe:
         )
 
     def _get(self, url: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        arguments = tls_arguments(url, self._tls)
-        return self._session.get(URL(url, encoded=True), timeout=self._timeout, **arguments)
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        return self.session.get(URL(url, encoded=True), timeout=timeout, **tls_arguments(url, self.tls))
 
     async def _page(self, url: str) -> bytes | None:
         """Return the beginning of a page; b"": the pod has no such page; None: no answer in time, or a 5xx."""
         try:
             async with self._get(url) as answer:
                 if answer.status == 200:
-                    return await _beginning(answer)
+                    return await answer.content.readexactly(_PAGE_BYTES_MAX)
                 return None if answer.status >= 500 else b""
+        except asyncio.IncompleteReadError as exc:
+            return exc.partial  # the whole page
         except (TimeoutError, aiohttp.ClientError):
             return None
 
 
-class TlsArguments(TypedDict, total=False):
-    """Arguments of an aiohttp request to a pod."""
+def tls_arguments(url: str, tls: WatchedTls | None) -> dict[str, Any]:
+    """Return the arguments of an aiohttp request to a pod by https: our certificate, and the pods' TLS name.
 
-    ssl: ssl.SSLContext
-    server_hostname: str
-
-
-def tls_arguments(url: str, tls: WatchedTls | None) -> TlsArguments:
-    """Return this process's certificate and the pods' TLS name, which replaces their address, for an https URL.
-
-    Empty for http, and without `tls`: then the system's CAs apply. aiohttp opens new connections for a new context.
+    The name replaces the pod's address. Empty for http, and without `tls`: then the system's CAs apply. aiohttp opens
+    new connections for a new context.
     """
     if tls is None or not url.startswith("https:"):
         return {}
@@ -149,12 +139,3 @@ def _number(text: bytes) -> float:
     except ValueError:
         return 0.0
     return value if math.isfinite(value) and value >= 0 else 0.0
-
-
-async def _beginning(answer: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for piece in answer.content.iter_any():
-        body += piece
-        if len(body) >= _PAGE_BYTES_MAX:
-            break
-    return bytes(body[:_PAGE_BYTES_MAX])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from contextcache.clock import Clock
@@ -17,7 +17,7 @@ from contextcache.model import CacheRef, CacheSessionMetadata, ForkedKV, KeptGro
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints, repeat
-from gateway.pods.state import Endpoint
+from gateway.pods.state import Endpoint, EndpointState
 from gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class KVState:
 _UNREACHABLE = KVState("unreachable", size_bytes=None)
 
 
+@dataclass(eq=False)
 class Holders:
     """Clients of the pods' sidecars, opened at their first call and closed when no pod has their address.
 
@@ -64,39 +65,32 @@ class Holders:
     a fault of a sidecar.
     """
 
-    def __init__(
-        self,
-        endpoints: WatchedEndpoints,
-        manager: ContextManagerClient,
-        connect: Callable[[str], KVSidecarClient],
-        *,
-        clock: Clock,
-        metrics: Metrics,
-        settings: GatewaySettings,
-    ) -> None:
-        """`connect` makes a client of a gRPC address, without waiting."""
-        self._endpoints = endpoints
-        self._manager = manager
-        self._connect = connect
-        self._clock = clock
-        self._metrics = metrics
-        self._settings = settings
-        self._clients: dict[str, KVSidecarClient] = {}
+    endpoints: WatchedEndpoints
+    manager: ContextManagerClient
+    connect: Callable[[str], KVSidecarClient]
+    """Makes a client of a gRPC address, without waiting."""
+    _: KW_ONLY
+    clock: Clock
+    metrics: Metrics
+    settings: GatewaySettings
+    _clients: dict[str, KVSidecarClient] = field(default_factory=dict, init=False)
+    """By address."""
 
     def names(self) -> list[str]:
         """Return the pods that have a sidecar."""
-        return [state.endpoint.name for state in self._endpoints.states() if state.endpoint.sidecar]
+        return [state.endpoint.name for state in self.endpoints.states() if state.endpoint.sidecar]
 
     async def run(self) -> None:
         """Poll all sidecars until cancelled, once per `_PROBES_PER_POLL` probes of the pods."""
         # The loop must survive: only it closes connections to pods that are gone.
-        interval_s = _PROBES_PER_POLL * self._settings.probe_interval_s
-        await repeat(self.ask_all, interval_s, "sidecar poll failed", self._metrics)
+        interval_s = _PROBES_PER_POLL * self.settings.probe_interval_s
+        await repeat(self.ask_all, interval_s, "sidecar poll failed", self.metrics)
 
     async def ask_all(self) -> None:
         """Poll every sidecar once, concurrently, and close the clients of pods that are gone."""
-        found = await asyncio.gather(*map(self._ask, self.names()), return_exceptions=True)
-        kept = {state.endpoint.sidecar for state in self._endpoints.states()}
+        states = [state for state in self.endpoints.states() if state.endpoint.sidecar]
+        found = await asyncio.gather(*map(self._ask, states), return_exceptions=True)
+        kept = {state.endpoint.sidecar for state in self.endpoints.states()}
         await self._close([address for address in self._clients if address not in kept])
         for fault in found:
             if fault is not None:
@@ -111,14 +105,14 @@ class Holders:
         if not session.cache_ref:
             return KVState("pending" if session.state is SessionState.CREATING else "absent")
         found = await self._asked(
-            session.holder, lambda client: self._sealed_state(client, session), self._settings.sidecar_timeout_s
+            session.holder, lambda client: self._sealed_state(client, session), self.settings.sidecar_timeout_s
         )
         return found or _UNREACHABLE
 
     async def kept(self, tenant: TenantId, group: SessionId = "") -> tuple[dict[str, list[KeptGroup]], list[str]]:
         """Return the KV of a tenant's plain requests by pod, and the pods that did not answer."""
         return await self._asked_all(
-            self.names(), lambda client: client.list_kept(tenant, group), self._settings.sidecar_timeout_s
+            self.names(), lambda client: client.list_kept(tenant, group), self.settings.sidecar_timeout_s
         )
 
     async def delete_kept(self, tenant: TenantId, group: SessionId) -> list[str]:
@@ -132,20 +126,20 @@ class Holders:
         The session's row lists the pod before any KV is there, so that a delete reaches it. Returns once the sidecar
         has accepted the pull: the engine then knows that bytes are coming.
         """
-        holder = self._endpoints.endpoint(session.holder)
+        holder = self.endpoints.endpoint(session.holder)
         if not to.sidecar or not session.cache_refs:
             return
 
         async def pulled(client: KVSidecarClient) -> str | None:
             if session.holders is not None and to.name not in session.holders:
-                await self._manager.note_holder(session.tenant, session.session_id, holder=to.name)
+                await self.manager.note_holder(session.tenant, session.session_id, holder=to.name)
             if holder is None or not holder.sidecar:
                 return ""  # no pod to pull from
             return await client.pull_context(session.tenant, session.cache_refs, peer=holder.sidecar)
 
-        outcome = await self._asked(to.name, pulled, self._settings.pull_timeout_s)
+        outcome = await self._asked(to.name, pulled, self.settings.pull_timeout_s)
         if outcome != "":
-            self._metrics.pulls.labels(outcome or "unreachable").inc()
+            self.metrics.pulls.labels(outcome or "unreachable").inc()
 
     async def delete(self, session: CacheSessionMetadata) -> None:
         """Delete a context's KV at every sidecar that may have some: its turns may have run on several pods."""
@@ -159,7 +153,7 @@ class Holders:
         await self._asked_all(
             self._may_have(session),
             lambda client: client.touch_context(session.tenant, session.session_id, session.expires_at_ms),
-            self._settings.sidecar_timeout_s,
+            self.settings.sidecar_timeout_s,
             "KV lifetime not extended",
             session_id=session.session_id,
         )
@@ -187,37 +181,37 @@ class Holders:
             session_id=child.session_id,
         )
 
-    async def _ask(self, name: str) -> None:
-        after = self._endpoints.beginnings_end(name)
+    async def _ask(self, pod: EndpointState) -> None:
+        name, after = pod.endpoint.name, pod.beginnings_end
         stats = await self._asked(
-            name, lambda client: client.stats(beginnings_after=after), self._settings.probe_timeout_s
+            name, lambda client: client.stats(beginnings_after=after), self.settings.probe_timeout_s
         )
         if stats is None:
-            self._endpoints.note_sidecar(name, fingerprint="", tiers={})
+            self.endpoints.note_sidecar(name, fingerprint="", tiers={})
             return
         tiers = {
             _TIERS[found.tier]: found.size_bytes / found.limit_bytes if found.limit_bytes else 0.0
             for found in stats.tiers
             if found.tier in _TIERS
         }
-        self._endpoints.note_sidecar(name, fingerprint=",".join(stats.fingerprints), tiers=tiers)
-        now_ms = self._clock.now_ms()
+        self.endpoints.note_sidecar(name, fingerprint=",".join(stats.fingerprints), tiers=tiers)
+        now_ms = self.clock.now_ms()
         heard = {
             beginning: now_ms - age_ms
             for beginning, age_ms in zip(stats.beginnings, stats.beginnings_age_ms, strict=False)
         }
-        self._endpoints.note_beginnings(name, heard, stats.beginnings_end)
+        self.endpoints.note_beginnings(name, heard, stats.beginnings_end)
 
     async def _close(self, addresses: Sequence[str]) -> None:
         try:
-            async with asyncio.timeout(self._settings.probe_timeout_s):
+            async with asyncio.timeout(self.settings.probe_timeout_s):
                 await asyncio.gather(*[self._clients.pop(address).close() for address in addresses])
         except TimeoutError:
             log.warning("sidecar connection did not close in time")
 
     def _client(self, address: str) -> KVSidecarClient:
         if address not in self._clients:
-            self._clients[address] = self._connect(address)
+            self._clients[address] = self.connect(address)
         return self._clients[address]
 
     async def _asked(
@@ -227,7 +221,7 @@ class Holders:
 
         `failure`: warning for the latter case, logged with `fields`.
         """
-        endpoint = self._endpoints.endpoint(name)
+        endpoint = self.endpoints.endpoint(name)
         if endpoint is None or not endpoint.sidecar:
             return None
         try:
@@ -267,7 +261,7 @@ class Holders:
             return replace(previous or KVState("absent"), state="absent", reason=reason)
         if previous is not None and previous.state == "sealed":
             return replace(previous, state="pending")
-        is_young = self._clock.now_ms() - session.created_at_ms < _SEALING_MS
+        is_young = self.clock.now_ms() - session.created_at_ms < _SEALING_MS
         return KVState("absent" if newest is None and not is_young else "pending")
 
     async def _delete(
@@ -277,14 +271,14 @@ class Holders:
         freed, unreachable = await self._asked_all(
             names,
             lambda client: client.delete_context(tenant, session_id=session_id, cache_refs=cache_refs),
-            self._settings.delete_timeout_s,
+            self.settings.delete_timeout_s,
             "KV not deleted, expires at its TTL",
             session_id=session_id,
         )
         for name in unreachable:
-            self._metrics.unreachable_deletes.labels(name).inc()
+            self.metrics.unreachable_deletes.labels(name).inc()
         freed_bytes = sum(freed.values())
-        self._metrics.freed_bytes.inc(freed_bytes)
+        self.metrics.freed_bytes.inc(freed_bytes)
         return freed_bytes, unreachable
 
 

@@ -14,6 +14,9 @@ from urllib.parse import urlsplit
 from contextcache.model import ModelId
 from gateway.shares import PodTenants
 
+SETTLED_PROBES = 3
+"""Healthy probes of a new pod before it is ready. Envoy resolves DNS once a second, and sends requests for a pod that
+it does not know yet to any pod."""
 REQUEST_S = 8.0
 """Seconds that a request holds its place in an engine's batch: some hundred tokens of answer."""
 BESIDE_S = 0.02
@@ -110,14 +113,20 @@ class EndpointState:
     """Fingerprint of the engine's KV in the sidecar's last answer; empty: unknown."""
     tiers: Mapping[str, float] = field(default_factory=dict)
     """Used share of the limit of each of the sidecar's tiers; empty: there is no sidecar, or it does not answer."""
-    beginnings: int = 0
-    """Remembered beginnings of prompts that the pod has served."""
     clock_skew_s: float | None = None
     """The pod's clock minus this machine's, in whole seconds; None: unknown."""
     tenants: PodTenants = field(default_factory=PodTenants)
     """Requests in flight of each tenant."""
     placed: int = 0
     """New contexts that this gateway placed there lately: later requests follow them."""
+    probes_to_ready: int = SETTLED_PROBES
+    """Healthy probes that a NEW pod still needs."""
+    silent_probes: int = 0
+    probes_without_load: int = 0
+    heard: dict[str, None] = field(default_factory=dict)
+    """Beginnings of prompts that the pod has served, in the order of their last request."""
+    beginnings_end: int = 0
+    """Position in the sidecar's list of beginnings up to which it was read; 0: from the start."""
 
     @property
     def ready(self) -> bool:

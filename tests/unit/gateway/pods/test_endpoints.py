@@ -13,11 +13,10 @@ from gateway.pods.endpoints import (
     _BEGINNINGS_MAX,
     _MODEL_PROBES,
     _PLACED_WINDOW,
-    _SETTLED_PROBES,
     Health,
     WatchedEndpoints,
 )
-from gateway.pods.state import Endpoint, EngineLoad
+from gateway.pods.state import SETTLED_PROBES, Endpoint, EngineLoad
 from tests.kit.gateway_parts import Pods
 
 SILENT = Health(healthy=False, certain=False)
@@ -143,7 +142,7 @@ async def test_pods_come_drain_and_go(endpoints):
     assert ready(endpoints) == ["a"]
     assert [state.endpoint.draining for state in endpoints.states()] == [True, False]
     assert (endpoints.endpoint("b"), endpoints.endpoint("c").url) == (None, "http://c")
-    for _ in range(_SETTLED_PROBES):
+    for _ in range(SETTLED_PROBES):
         await endpoints.probe_all()
     assert ready(endpoints) == ["a", "c"]
 
@@ -354,7 +353,7 @@ async def test_what_is_known_of_a_pod_goes_with_it_and_with_one_of_its_name_else
 
     assert endpoints.roster().knowing("x") == {}
     assert [state.placed for state in endpoints.states()] == [0]
-    assert endpoints.beginnings_end("a") == 0
+    assert endpoints.states()[0].beginnings_end == 0
 
 
 async def test_a_pods_last_beginnings_are_remembered_not_all(endpoints):
@@ -363,7 +362,7 @@ async def test_a_pods_last_beginnings_are_remembered_not_all(endpoints):
     endpoints.note_placed("a", "new", at_ms=1, is_new=False)
 
     assert [bool(endpoints.roster().knowing(name)) for name in ("0", "1", "2", "3", "new")] == [0, 1, 0, 1, 1]
-    assert endpoints.states()[0].beginnings == _BEGINNINGS_MAX
+    assert len(endpoints.states()[0].heard) == _BEGINNINGS_MAX
 
 
 async def test_a_roster_stays_until_a_pod_comes_goes_or_serves_something_else(endpoints, pods):
@@ -402,11 +401,11 @@ async def test_a_pod_that_comes_while_others_serve_is_ready_when_envoy_has_had_t
     endpoints.follow([Endpoint(name, f"http://{name}") for name in ("a", "b", "c")])
 
     seen = []
-    for _ in range(_SETTLED_PROBES):
+    for _ in range(SETTLED_PROBES):
         await endpoints.probe_all()
         seen.append(ready(endpoints))
 
-    assert seen == [["a", "b"]] * (_SETTLED_PROBES - 1) + [["a", "b", "c"]]
+    assert seen == [["a", "b"]] * (SETTLED_PROBES - 1) + [["a", "b", "c"]]
 
 
 async def test_a_pod_that_comes_back_while_it_has_requests_settles_again(endpoints):
@@ -416,11 +415,11 @@ async def test_a_pod_that_comes_back_while_it_has_requests_settles_again(endpoin
     with endpoints.carrying("b"):
         for names in ("a", "ab"):
             endpoints.follow([Endpoint(name, f"http://{name}") for name in names])
-        for _ in range(_SETTLED_PROBES):
+        for _ in range(SETTLED_PROBES):
             await endpoints.probe_all()
             seen.append(ready(endpoints))
 
-    assert seen == [["a"]] * (_SETTLED_PROBES - 1) + [["a", "b"]]
+    assert seen == [["a"]] * (SETTLED_PROBES - 1) + [["a", "b"]]
 
 
 async def test_a_pod_that_comes_when_nobody_serves_is_ready_at_once(endpoints, pods):
