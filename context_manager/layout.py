@@ -93,7 +93,8 @@ _NUMBERS = {
 }
 
 SWEEPER_KEY = "cc:sweeper"
-_RULES = ("arguments", "bytes", "trunks", "row", "transcript", "answers", "usage")
+_READING_RULES = ("arguments", "standing")
+_RULES = (*_READING_RULES, "bytes", "trunks", "row", "transcript", "answers", "usage")
 _READING = ("get",)
 _WRITING = (
     *("reserve", "admit", "begin", "note_holder", "renew", "commit", "share", "rewind", "abort", "touch", "unregister"),
@@ -213,9 +214,9 @@ def script_rules(*, grace_ms: int = KEY_GRACE_MS) -> str:
 
 
 def load_scripts(*, grace_ms: int = KEY_GRACE_MS) -> dict[str, Script]:
-    """Return every script by name, the rules in front of each."""
-    rules = script_rules(grace_ms=grace_ms)
-    texts = {name: rules + _text(name) for name in (*_READING, *_WRITING)}
+    """Return every script by name, the rules in front of each. Reading scripts need few, and Redis runs all of them."""
+    reading, writing = "".join(map(_text, _READING_RULES)), script_rules(grace_ms=grace_ms)
+    texts = {name: reading + _text(name) for name in _READING} | {name: writing + _text(name) for name in _WRITING}
     # SHA-1 is Redis' name for a script, and protects nothing.
     return {
         name: Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())

@@ -4,4 +4,4 @@ local where = standing(row_of(flat), now_ms, tombstone_ms)
 if not is_there(where) then
   return {where}
 end
-return {'ok', flat, integer(now_ms)}
+return {'ok', flat, string.format('%.0f', now_ms)}
