@@ -14,6 +14,7 @@ from deploy.docs.errors import errors_table
 from deploy.docs.figures import figures
 from deploy.docs.http import http_reference
 from deploy.docs.metrics import metrics_list
+from deploy.docs.modules import modules_table
 from deploy.docs.parts import parts_table
 from deploy.docs.settings import settings_list
 
@@ -23,6 +24,7 @@ _WRITERS: Mapping[str, Callable[[str], str]] = {
     "errors": errors_table,
     "http": http_reference,
     "metrics": metrics_list,
+    "modules": modules_table,
     "parts": parts_table,
     "settings": settings_list,
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -82,6 +84,18 @@ def console(script: Path) -> Iterator[Passage]:
             for _, text in re.findall(r"""(["'`])((?:(?!\1)[^\\]|\\.)*)\1""", line):
                 if re.match(r"[A-Z][a-z]|(?:\S+ ){2}", text):
                     yield Passage(script, number, re.sub(r"\$\{[^}]*\}", "{}", text))
+
+
+def notes(module: Path) -> Iterator[Passage]:
+    """Yield docstrings, of attributes too, and comments; orders to tools such as `noqa` are no prose."""
+    text = module.read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield Passage(module, node.lineno, node.value.value.strip())
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        comment = token.string.lstrip("#: ")
+        if token.type == tokenize.COMMENT and not re.match(r"(?:noqa|type: ignore|fmt:|pragma)", comment):
+            yield Passage(module, token.start[0], comment)
 
 
 def product(module: Path) -> Iterator[tuple[str, Passage]]:

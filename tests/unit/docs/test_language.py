@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.docs.language import LONGEST_SENTENCE, measured
-from deploy.docs.passages import Passage, console, markdown, monitoring, product, templates, values
+from deploy.docs.language import HEADLESS_NOTES, LONGEST_SENTENCE, measured
+from deploy.docs.passages import Passage, console, markdown, monitoring, notes, product, templates, values
 
 PAGE = """---
 title: front matter is no prose
@@ -117,3 +117,21 @@ def test_a_surface_is_above_its_bars_by_rate():
 
     assert not measured(once).above_bars()
     assert measured(once * 4 + [Passage(Path("a"), 1, "what")] * 9).above_bars()
+
+
+def test_notes_are_docstrings_and_comments_without_orders_to_tools(tmp_path):
+    """Seen to fail with docstrings of attributes left out."""
+    text = '"""Content."""\nSIZE = 1  # why\n"""Unit."""\nx = y  # type: ignore[misc]  # reason\n'
+
+    assert sorted(texts(notes(written(tmp_path, "module.py", text)))) == ["Content.", "Unit.", "why"]
+
+
+def test_notes_without_a_noun_are_counted_and_long_sentences_are_not():
+    """Seen to fail with the bar of long sentences applied to notes."""
+    long = [Passage(Path("a"), 1, "word " * (LONGEST_SENTENCE + 1))]
+    headless = [Passage(Path("a"), 1, "Of a rate, each sample.")]
+
+    assert not measured(long, of_notes=True).above_bars()
+    assert not measured(headless * HEADLESS_NOTES, of_notes=True).above_bars()
+    assert measured(headless * (HEADLESS_NOTES + 1), of_notes=True).above_bars()
+    assert not measured(headless * (HEADLESS_NOTES + 1)).above_bars()
