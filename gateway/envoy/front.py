@@ -125,8 +125,9 @@ class EnvoyFront:
         except ClientGone:
             log.debug("client gone", extra={"request_id": "" if call is None else call.head.request_id})
         except TimeoutError:
-            late = DeadlineExceeded("the request did not arrive before its deadline", retry_after_s=1)
-            await self._refuse(call, late)
+            if call is not None:
+                late = DeadlineExceeded("the request did not arrive before its deadline", retry_after_s=1)
+                await self._refuse(call, late)
         except Exception as exc:  # noqa: BLE001  # a fault of ours costs one answer, in the shape of every other error
             await self._refuse(call, exc)
         finally:

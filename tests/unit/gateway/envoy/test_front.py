@@ -557,11 +557,11 @@ async def test_in_duplex_a_large_body_over_a_slow_line_arrives(parts, looptime, 
 
 
 @pytest.mark.looptime
-async def test_a_stream_that_says_nothing_ends_without_an_answer(parts, looptime):
+async def test_a_stream_that_says_nothing_ends_without_an_answer_or_a_log_line(parts, looptime, caplog):
     stream = ScriptedStream(silent=True)
     await front_of(parts, timeout_s=30).process(stream)
 
-    assert (stream.answers, looptime) == ([], 30)
+    assert (stream.answers, caplog.messages, looptime) == ([], [], 30)
 
 
 async def test_a_new_context_counts_at_its_pod(parts):
