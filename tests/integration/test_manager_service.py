@@ -45,6 +45,8 @@ from contextcache.model import (
 )
 from contextcache.names import new_cache_ref, new_session_id
 from contextcache.terms import Terms
+from contextcache.v1 import context_manager_pb2 as pb
+from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from tests.kit.ports import free_port
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
@@ -150,6 +152,15 @@ async def test_errors_arrive_as_the_class_they_left_as(client: ContextManagerCli
     with pytest.raises(InvalidRequest) as after:
         await client.list_sessions("demo", limit=10, after="ctx_none")
     assert after.value.param == "after"
+
+
+async def test_an_unknown_enum_number_is_an_invalid_request(client: ContextManagerClient) -> None:
+    service = pb_grpc.ContextManagerServiceStub(client._connection.channel())
+    request = pb.ReserveSessionRequest(tenant="demo", session_id="s", model_id="m", ttl_s=60, mode=99)  # type: ignore[arg-type]
+
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await service.ReserveSession(request)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_another_tenants_session_answers_like_an_absent_one(client: ContextManagerClient) -> None:
