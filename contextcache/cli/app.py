@@ -13,7 +13,7 @@ import typer
 
 from contextcache.cli import output
 from contextcache.cli.examine import doctor
-from contextcache.cli.options import Id, Json, MaxTokens, Option, Temperature, Ttl, pair, seconds
+from contextcache.cli.options import Id, Json, MaxTokens, Option, Temperature, Ttl, key_in, pair, seconds
 from contextcache.cli.place import NotConfigured, find_place, write_place
 from contextcache.cli.release import own_version
 from contextcache.cli.serve import PARTS, start
@@ -67,13 +67,7 @@ def _options(
 
 @contextmanager
 def _client() -> Iterator[ContextCache]:
-    key = None
-    if _asked.key_file is not None:
-        try:
-            key = _asked.key_file.read_text().strip()
-        except OSError as exc:
-            raise typer.BadParameter(f"{_asked.key_file}: {exc.strerror}", param_hint="--api-key-file") from exc
-    url, key = find_place(_asked.url, key)
+    url, key = find_place(_asked.url, key_in(_asked.key_file) if _asked.key_file else None)
     try:
         client = ContextCache(url, key)
     except ValueError as exc:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from contextcache.cli import output
-from contextcache.cli.options import Option, front_url
+from contextcache.cli.options import Option, front_url, key_in
 from contextcache.cli.place import find_place
 from contextcache.cli.release import own_version
 from contextcache.doctor.examination import Plan, examine
-from contextcache.doctor.finding import Finding
+from contextcache.doctor.finding import Finding, as_json, exit_status, lines_of, summary
 from contextcache.doctor.front import ApiKey
-from contextcache.doctor.report import as_json, exit_status, lines_of, summary
-from contextcache.doctor.would_inject import NotJudged, patch_of
+from contextcache.doctor.would_inject import patch_of
 from contextcache.doctor.would_inject import would_inject as previewed
 
 _PARTS_DIR = Path("/etc/context-cache/tls")
 """Directory where the chart mounts the certificate of the release's parts."""
 _NOT_CHECKED = 2
-_MANIFESTS = "Manifests"
+_OfManifest = partial(Option, rich_help_panel="Manifests")
 
 
 def doctor(  # noqa: PLR0913  # its options
@@ -58,27 +58,16 @@ def doctor(  # noqa: PLR0913  # its options
     manager: Annotated[str, Option(metavar="HOST:PORT", help="gRPC address of a context manager.")] = "",
     sidecar: Annotated[str, Option(metavar="HOST:PORT", help="gRPC address of a kv-sidecar.")] = "",
     would_inject: Annotated[
-        str,
-        Option(
-            metavar="FILE",
-            help="Judge the pods of a manifest as the injector would. - reads stdin.",
-            rich_help_panel=_MANIFESTS,
-        ),
+        str, _OfManifest(metavar="FILE", help="Judge the pods of a manifest as the injector would. - reads stdin.")
     ] = "",
     injector_parts: Annotated[
         Path | None,
-        Option(
-            help="parts.json of the release, for --would-inject. Default: the chart's defaults.",
-            rich_help_panel=_MANIFESTS,
-        ),
+        _OfManifest(help="parts.json of the release, for --would-inject. Default: the chart's defaults."),
     ] = None,
     release_namespace: Annotated[
-        str,
-        Option(help="Namespace of the release, for --would-inject. Default: any.", rich_help_panel=_MANIFESTS),
+        str, _OfManifest(help="Namespace of the release, for --would-inject. Default: any.")
     ] = "",
-    show_patch: Annotated[
-        bool, Option("--show-patch", help="Print JSON patches too.", rich_help_panel=_MANIFESTS)
-    ] = False,
+    show_patch: Annotated[bool, _OfManifest("--show-patch", help="Print JSON patches too.")] = False,
 ) -> None:
     """Examine a running deployment from outside: list its faults and their cures."""
     try:
@@ -89,15 +78,15 @@ def doctor(  # noqa: PLR0913  # its options
                 as_lines=not json,
             )
         else:
-            key, kind = None, "url"
+            kind, key = "url", key_in(api_key_file) if api_key_file else None
             if url is None:
                 url, stored_key = find_place(None, None)
-                key = ApiKey(stored_key)
+                key = key or stored_key
             examined = url
             plan = Plan(
                 url=url,
                 version=own_version(),
-                key=key if api_key_file is None else _key_of(api_key_file),
+                key=None if key is None else ApiKey(key),
                 model=model,
                 with_story=story,
                 wait_s=wait_s,
@@ -112,21 +101,11 @@ def doctor(  # noqa: PLR0913  # its options
                 server_name=server_name,
             )
             findings = _printed(examine(plan), as_lines=not json)
-    except NotJudged as exc:
-        output.say(f"cannot judge {would_inject}: {exc}")
-        raise typer.Exit(_NOT_CHECKED) from exc
     except (OSError, ValueError) as exc:
-        output.say(f"cannot check {url}: {exc}")
+        output.say(f"cannot {f'judge {would_inject}' if would_inject else f'check {url}'}: {exc}")
         raise typer.Exit(_NOT_CHECKED) from exc
     typer.echo(as_json(examined, findings, kind=kind) if json else f"\n{summary(findings)}")
     raise typer.Exit(exit_status(findings))
-
-
-def _key_of(file: Path) -> ApiKey:
-    key = file.read_text().strip()
-    if not key:
-        raise ValueError(f"{file} is empty")
-    return ApiKey(key)
 
 
 def _printed(findings: Iterable[Finding], *, as_lines: bool) -> list[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,6 +37,17 @@ def front_url(text: str) -> str:
     if "@" in text.partition("://")[2].partition("/")[0]:
         raise typer.BadParameter("must not contain a user or password; pass API keys with --api-key-file")
     return text
+
+
+def key_in(file: Path) -> str:
+    """Read an API key from a file. Raises BadParameter."""
+    try:
+        key = file.read_text().strip()
+    except OSError as exc:
+        raise typer.BadParameter(f"{file}: {exc.strerror}", param_hint="--api-key-file") from exc
+    if not key:
+        raise typer.BadParameter(f"{file} is empty", param_hint="--api-key-file")  # a stored key must not replace it
+    return key
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]

@@ -75,29 +75,22 @@ class StreamReader:
             raise BrokenStream("the stream ended before the answer was complete", text=self.text)
 
     def _event(self, data: bytes) -> Iterator[Event]:
-        if data == b"[DONE]":
-            self.is_finished = True
-            try:
-                whole = self._whole()
-            except (AttributeError, LookupError, TypeError, ValueError) as exc:
-                raise BrokenStream("the stream has an event that is not an answer", text=self.text) from exc
-            yield Finished(whole)
-            return
         try:
-            chunk = json.loads(data)
-        except (ValueError, RecursionError) as exc:
-            raise BrokenStream("the stream has an event that is not JSON", text=self.text) from exc
-        if not isinstance(chunk, dict):
-            raise BrokenStream("the stream has an event that is not an object", text=self.text)
+            if data == b"[DONE]":
+                self.is_finished = True
+                yield Finished(self._whole())
+            else:
+                yield from self._chunk(json.loads(data))
+        except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as exc:
+            raise BrokenStream("the stream has an event that is not an answer", text=self.text) from exc
+
+    def _chunk(self, chunk: dict[str, Any]) -> Iterator[Event]:
         if chunk.get("error") is not None:
             raise api_error(_status_of(chunk), chunk, self.headers)
-        self._last = {**self._last, **chunk}
+        self._last |= chunk
         self._usage = chunk.get("usage") or self._usage
-        try:
-            for choice in (chunk.get("choices") or ())[:1]:
-                yield from self._choice(choice)
-        except (AttributeError, LookupError, TypeError) as exc:
-            raise BrokenStream("the stream has an event that is not an answer", text=self.text) from exc
+        for choice in (chunk.get("choices") or ())[:1]:
+            yield from self._choice(choice)
 
     def _choice(self, choice: Mapping[str, Any]) -> Iterator[Event]:
         self._finish_reason = choice.get("finish_reason") or self._finish_reason

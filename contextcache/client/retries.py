@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import httpx
@@ -91,6 +92,21 @@ class Place:
             "timeout": httpx.Timeout(timeout_s, connect=10.0),
             **connection_options(proxy),
         }
+
+    def openai_options(self, session_id: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of an `openai` client whose calls continue a context; the caller's `options` win.
+
+        The header carries ids that begin with `ctx_`. Another id goes into the body of each call:
+        `extra_body={"session_id": …}`. Raises ValueError for such an id, ImportError without the package `openai`.
+        """
+        if find_spec("openai") is None:
+            raise ImportError("`openai()` needs the package openai: pip install 'context-cache[openai]'", name="openai")
+        if not session_id.startswith("ctx_"):
+            cure = "pass extra_body={'session_id': …} with each call"
+            raise ValueError(f"a header cannot carry session_id {session_id!r}; {cure}")
+        headers = {"X-Session-ID": session_id, **options.get("default_headers", {})}
+        known = {"base_url": f"{self.base_url}/v1", "api_key": self.api_key}
+        return {**known, **options, "default_headers": headers}
 
 
 def json_of(response: httpx.Response) -> Any:

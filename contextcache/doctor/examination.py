@@ -5,8 +5,10 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from contextcache.doctor import access_checks, engine_checks, grpc_check, part_checks, tls_check
 from contextcache.doctor.finding import Finding, Level, failed, skipped
@@ -49,35 +51,36 @@ class Plan:
 def examine(plan: Plan, *, sleep: Callable[[float], None] = time.sleep) -> Iterator[Finding]:
     """Yield findings as the checks run. Raises OSError if a file of the plan cannot be read."""
     tls = tls_check.client_context(ca_file=plan.ca_file, parts_dir=plan.parts_dir)
-    front = Front(plan.url, key=plan.key, timeout_s=plan.timeout_s, tls=tls)
-    try:
-        server_name = yield from _certificate(plan, front, tls)
-        if server_name is None:
-            return
-        front.close()
-        front = Front(plan.url, key=plan.key, timeout_s=plan.timeout_s, tls=tls, server_name=server_name)
-        _wait(plan, front, sleep)
-        yield from _checks(plan, front)
-    except Unreachable as exc:
-        yield failed("reach", exc.reason, exc.hint)
-    finally:
-        front.close()
+    server_name = yield from _certificate(plan, tls)
+    if server_name is None:
+        return
+    with closing(Front(plan.url, key=plan.key, timeout_s=plan.timeout_s, tls=tls, server_name=server_name)) as front:
+        yield from _reached("reach", _front(plan, front, sleep))
     yield from _parts(plan, tls)
 
 
-def _certificate(plan: Plan, front: Front, tls: ssl.SSLContext) -> Generator[Finding, None, str | None]:
+def _certificate(plan: Plan, tls: ssl.SSLContext) -> Generator[Finding, None, str | None]:
     """Yield findings. Return the name in the certificate ("": the URL's host), None if it is not trusted."""
-    host = front.url.host
-    if front.url.scheme != "https":
+    url = urlsplit(plan.url)
+    host = url.hostname or ""
+    if url.scheme != "https":
         yield from tls_check.plain(host)
         return ""
     names = [plan.server_name] if plan.server_name else [host, *(["context-cache"] if plan.parts_dir else [])]
     try:
-        outcome = tls_check.shake_hands(host, front.url.port or 443, context=tls, names=names, timeout_s=plan.timeout_s)
+        outcome = tls_check.shake_hands(host, url.port or 443, context=tls, names=names, timeout_s=plan.timeout_s)
     except OSError:
         return ""  # the first request explains why there is no connection
     yield from tls_check.certificate(outcome, host)
     return None if isinstance(outcome, ssl.SSLError) else outcome.server_name
+
+
+def _reached(check: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Yield findings. No answer is the last one."""
+    try:
+        yield from findings
+    except Unreachable as exc:
+        yield failed(check, exc.reason, exc.hint)
 
 
 def _wait(plan: Plan, front: Front, sleep: Callable[[float], None]) -> None:
@@ -91,7 +94,8 @@ def _wait(plan: Plan, front: Front, sleep: Callable[[float], None]) -> None:
         sleep(_POLL_S)
 
 
-def _checks(plan: Plan, front: Front) -> Iterator[Finding]:
+def _front(plan: Plan, front: Front, sleep: Callable[[float], None]) -> Iterator[Finding]:
+    _wait(plan, front, sleep)
     reached = yield from _told("reach", access_checks.reach(front))
     if any(finding.level is not Level.OK for finding in reached):
         yield skipped("everything else", "skipped: an earlier check failed")
@@ -137,13 +141,8 @@ def _parts(plan: Plan, tls: ssl.SSLContext) -> Iterator[Finding]:
         ("redis", plan.manager_url, part_checks.manager),
     ):
         if url:
-            front = Front(url, timeout_s=plan.timeout_s, tls=tls)
-            try:
-                yield from _told(check, examine_part(front))
-            except Unreachable as exc:
-                yield failed(check, exc.reason, exc.hint)
-            finally:
-                front.close()
+            with closing(Front(url, timeout_s=plan.timeout_s, tls=tls)) as front:
+                yield from _reached(check, _told(check, examine_part(front)))
     name = plan.server_name or "context-cache"
     for part, address in (("context-manager", plan.manager), ("kv-sidecar", plan.sidecar)):
         if address:

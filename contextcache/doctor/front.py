@@ -142,54 +142,38 @@ class Front:
 
     def _unreachable(self, exc: Exception) -> Unreachable:
         where = f"{self.url.host}:{self.url.port or (443 if self.url.scheme == 'https' else 80)}"
-        text = str(exc).lower()
-        reason, hint = next((reason, hint) for matches, reason, hint in _REASONS if matches(exc, text))
+        reason, hint = _explained(exc, where, self._timeout_s)
         with suppress(ValueError):  # a proxy that cannot be used
             if (proxy := proxy_of(str(self.url))) is not None:
                 hint += f" {proxy.variable} names the proxy {proxy.shown}, which the doctor does not use."
-        return Unreachable(reason.format(where=where, timeout_s=self._timeout_s, kind=type(exc).__name__), hint)
+        return Unreachable(reason, hint)
 
 
-_REASONS: Sequence[tuple[Callable[[Exception, str], bool], str, str]] = (
-    (
-        lambda exc, text: isinstance(exc, BrokenStream | NotUnderstood) or "did not end" in text,
-        "the answer of {where} does not end within {timeout_s:g} s, or is far too long",
-        "The answer is not from context-cache, or the model is slow: raise --timeout-s.",
-    ),
-    (
-        lambda exc, _: isinstance(exc, httpx.ConnectTimeout | httpx.PoolTimeout),
-        "no connection to {where} within {timeout_s:g} s",
-        "A NetworkPolicy (networkPolicy.clients) or a firewall may drop the packets.",
-    ),
-    (
-        lambda exc, _: isinstance(exc, httpx.TimeoutException),
-        "{where} did not answer within {timeout_s:g} s",
-        "Read the logs of Envoy and gateway. A model on a CPU may take longer: raise --timeout-s.",
-    ),
-    (
-        lambda _, text: "certificate" in text,
-        "the certificate of {where} is not trusted",
-        "Pass its CA with --ca-file, and its name with --server-name.",
-    ),
-    (
-        lambda _, text: any(part in text for part in ("name or service", "nodename nor", "name resolution")),
-        "the host of {where} is unknown",
-        "Names of Services exist only in the cluster. From outside use the address of a load balancer.",
-    ),
-    (
-        lambda _, text: "refused" in text,
-        "no process listens at {where}",
-        "Is a pod behind the Service ready (`kubectl get endpointslices`), and is the port right?",
-    ),
-    (
-        lambda exc, _: isinstance(exc, httpx.RemoteProtocolError | httpx.ReadError),
-        "{where} closed the connection without an answer",
-        "Is the URL's scheme right? Plain HTTP on an HTTPS port ends like this, and so does a killed pod.",
-    ),
-    (
-        lambda *_: True,
-        "no connection to {where} ({kind})",
-        "Check the network between this machine and the server.",
-    ),
-)
-"""Test of an error, its meaning, and the things to check. The first match counts."""
+def _explained(exc: Exception, where: str, timeout_s: float) -> tuple[str, str]:
+    """Return the reason for which no answer came, and the things to check."""
+    text = str(exc).lower()
+    if isinstance(exc, BrokenStream | NotUnderstood) or "did not end" in text:
+        reason = f"the answer of {where} does not end within {timeout_s:g} s, or is far too long"
+        hint = "The answer is not from context-cache, or the model is slow: raise --timeout-s."
+    elif isinstance(exc, httpx.ConnectTimeout | httpx.PoolTimeout):
+        reason = f"no connection to {where} within {timeout_s:g} s"
+        hint = "A NetworkPolicy (networkPolicy.clients) or a firewall may drop the packets."
+    elif isinstance(exc, httpx.TimeoutException):
+        reason = f"{where} did not answer within {timeout_s:g} s"
+        hint = "Read the logs of Envoy and gateway. A model on a CPU may take longer: raise --timeout-s."
+    elif "certificate" in text:
+        reason = f"the certificate of {where} is not trusted"
+        hint = "Pass its CA with --ca-file, and its name with --server-name."
+    elif any(part in text for part in ("name or service", "nodename nor", "name resolution")):
+        reason = f"the host of {where} is unknown"
+        hint = "Names of Services exist only in the cluster. From outside use the address of a load balancer."
+    elif "refused" in text:
+        reason = f"no process listens at {where}"
+        hint = "Is a pod behind the Service ready (`kubectl get endpointslices`), and is the port right?"
+    elif isinstance(exc, httpx.RemoteProtocolError | httpx.ReadError):
+        reason = f"{where} closed the connection without an answer"
+        hint = "Is the URL's scheme right? Plain HTTP on an HTTPS port ends like this, and so does a killed pod."
+    else:
+        reason = f"no connection to {where} ({type(exc).__name__})"
+        hint = "Check the network between this machine and the server."
+    return reason, hint

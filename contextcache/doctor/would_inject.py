@@ -36,30 +36,20 @@ def would_inject(
 
     `parts_file`: the `parts.json` of a release. None: the chart's default values.
     """
-    injector = _Injector()
+    # The injector logs a traceback for a pod that it cannot read; here the finding is enough.
+    logging.getLogger(_INJECTOR).addHandler(logging.NullHandler())
     try:
-        parts = injector.default_parts() if parts_file is None else injector.read_parts(parts_file)
-        found = [*injector.previews(_read(manifest, injector.bytes_max), parts, namespace=namespace)]
+        parts, preview = (importlib.import_module(f"{_INJECTOR}.{name}") for name in ("parts", "preview"))
+    except ModuleNotFoundError as exc:
+        raise NotJudged(_NOT_INSTALLED) from exc
+    try:
+        release = parts.default_parts() if parts_file is None else parts.read_parts(parts_file)
+        found = [*preview.previews(_read(manifest, preview.BYTES_MAX), release, namespace=namespace)]
     except (OSError, ValueError) as exc:
         raise NotJudged(str(exc)) from exc
     if not found:
         raise NotJudged(_NO_TEMPLATE)
     yield from (_finding(each, with_patch=with_patch) for each in found)
-
-
-class _Injector:
-    """The injector's functions. Raises NotJudged where they are not installed."""
-
-    def __init__(self) -> None:
-        # The injector logs a traceback for a pod that it cannot read; here the finding is enough.
-        logging.getLogger(_INJECTOR).addHandler(logging.NullHandler())
-        try:
-            self.default_parts: Any = importlib.import_module(f"{_INJECTOR}.parts").default_parts
-            self.read_parts: Any = importlib.import_module(f"{_INJECTOR}.parts").read_parts
-            self.previews: Any = importlib.import_module(f"{_INJECTOR}.preview").previews
-            self.bytes_max: int = importlib.import_module(f"{_INJECTOR}.preview").BYTES_MAX
-        except ModuleNotFoundError as exc:
-            raise NotJudged(_NOT_INSTALLED) from exc
 
 
 def _read(manifest: str, bytes_max: int) -> bytes:
@@ -78,9 +68,8 @@ def _finding(preview: Any, *, with_patch: bool) -> Finding:
     if not preview.is_injected:
         return failed(check, preview.text, _SHAPE if preview.outcome == "fault" else _CURES, **facts)
     if preview.warns:
-        return warning(
-            check, preview.text, "It may work: `helm test` and `context-cache doctor --story` show it.", **facts
-        )
+        hint = "It may work: `helm test` and `context-cache doctor --story` show it."
+        return warning(check, preview.text, hint, **facts)
     return ok(check, preview.text, **facts)
 
 

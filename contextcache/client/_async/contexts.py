@@ -18,7 +18,6 @@ from contextcache.client._async.transport import AsyncTransport
 from contextcache.client.calls import Call, Page
 from contextcache.client.events import Event, Finished, StreamReader
 from contextcache.client.failures import NotUnderstood
-from contextcache.client.openai_client import openai_options
 from contextcache.client.proxies import connection_options, proxy_of
 from contextcache.client.retries import Place, Retries, named
 from contextcache.client.types import (
@@ -269,7 +268,7 @@ class AsyncContext(AbstractAsyncContextManager["AsyncContext", None]):
 
     def openai(self, **options: Any) -> openai.AsyncOpenAI:
         """Return an `openai` client whose calls continue this context. Raises ImportError without the package."""
-        said = openai_options(self._transport.place, self.session_id, options)
+        said = self._transport.place.openai_options(self.session_id, options)
         import openai
 
         if "http_client" not in said:

@@ -26,7 +26,6 @@ from contextcache.client import (
     TextDelta,
     ToolCallDelta,
     errors,
-    openai_client,
 )
 from contextcache.client.events import StreamReader
 from contextcache.client.failures import api_error
@@ -607,7 +606,7 @@ def test_a_context_that_answered_nothing_has_no_reply():
 
 
 def test_openai_without_its_package_names_the_extra(monkeypatch):
-    monkeypatch.setattr(openai_client, "find_spec", lambda _: None)
+    monkeypatch.setattr("contextcache.client.retries.find_spec", lambda _: None)
 
     with pytest.raises(ImportError, match=r"pip install 'context-cache\[openai\]'"):
         Context(client_of(Server()), "ctx_1", "m").openai()

@@ -10,9 +10,8 @@ import pytest
 from contextcache.cli.app import run
 from contextcache.doctor import examination, part_checks
 from contextcache.doctor.examination import Plan, examine
-from contextcache.doctor.finding import Level, failed
+from contextcache.doctor.finding import Level, as_json, failed, lines_of
 from contextcache.doctor.front import ApiKey, Front, Unreachable
-from contextcache.doctor.report import as_json, lines_of
 from tests.unit.doctor.deployment import KEY, Deployment
 
 ORDERS = "\x1b[2J\x1b]52;c;aGk=\x07\x9b31m\u202edone\n✓ all is well"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from contextcache.doctor import access_checks
-from contextcache.doctor.finding import failed, ok, skipped, warning
-from contextcache.doctor.report import as_json, exit_status, lines_of, summary
+from contextcache.doctor.finding import as_json, exit_status, failed, lines_of, ok, skipped, summary, warning
 from contextcache.doctor.story import story
 from tests.unit.doctor.deployment import KEY, Deployment
 

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from contextcache.cli.app import app
 from contextcache.doctor import would_inject as module
-from contextcache.doctor.finding import Level
-from contextcache.doctor.report import exit_status, lines_of
+from contextcache.doctor.finding import Level, exit_status, lines_of
 from contextcache.doctor.would_inject import NotJudged, patch_of, would_inject
 from pod_injector.parts import default_parts
 from tests.unit.pod_injector.pods import make_parts
