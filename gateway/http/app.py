@@ -72,6 +72,7 @@ class HttpFront(FastAPI):
             body_timeout_s=min(parts.limits.body_timeout_s, _CONTROL_BODY_S),
         )
         self._cors = _Cors(self._serve, parts.settings.cors_origins)
+        openapi.document()  # read now: a missing file stops the start, and no request waits for the parser
         console = (console_router(),) if parts.settings.console else ()
         for router in (routes.contexts, routes.operations, *console):
             self.include_router(router)

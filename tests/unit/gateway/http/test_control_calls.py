@@ -6,6 +6,7 @@ import json
 import httpx
 import pytest
 
+from gateway.http import openapi
 from gateway.http.answers import context_read
 from gateway.http.app import HttpFront
 from gateway.pods.endpoints import Health
@@ -392,3 +393,13 @@ async def test_a_life_as_text_keeps_to_the_same_bounds(client, parts, said):
         400,
         "ttl_out_of_range",
     )
+
+
+def test_a_missing_api_document_stops_the_start(parts, monkeypatch):
+    def missing():
+        raise FileNotFoundError("openapi.yaml")
+
+    monkeypatch.setattr(openapi, "document", missing)
+
+    with pytest.raises(FileNotFoundError):
+        HttpFront(parts.gateway, carrier=None)
