@@ -47,6 +47,8 @@ class _Requests:
     """Requests placed since the probe, minus the requests reported as ended."""
     carried: int = 0
     """Requests in flight of the HTTP front, which reports their ends."""
+    elsewhere: int = 0
+    """Requests at the probe that this gateway did not carry itself."""
     ended_per_s: float = 0.0
 
     def at(self, elapsed_s: float, growth: float) -> int:
@@ -57,7 +59,7 @@ class _Requests:
     def probed(self, at_probe: int, elapsed_s: float) -> None:
         ended = max(0, self.at_probe + self.since_probe - at_probe)
         self.ended_per_s = ended / max(elapsed_s, _INTERVAL_S_MIN)
-        self.at_probe, self.since_probe = at_probe, 0
+        self.at_probe, self.since_probe, self.elsewhere = at_probe, 0, max(0, at_probe - self.carried)
 
 
 class PodTenants:
@@ -141,7 +143,7 @@ class PodTenants:
     def reported(self, tenant: str) -> int:
         """Return a tenant's requests in the pod's report that this gateway does not carry itself."""
         found = self._of.get(tenant)
-        return 0 if found is None else max(0, found.at_probe - found.carried)
+        return 0 if found is None else found.elsewhere
 
     def _num_sharing(self, tenant: str) -> int:
         return len(self._of) + (tenant not in self._of)

@@ -131,6 +131,14 @@ def test_what_the_pod_reports_counts_for_a_limit_and_what_is_carried_does_not_co
         assert pod.reported("a") == 5
 
 
+def test_a_request_that_ended_after_a_probe_does_not_count_as_one_of_another_gateway(pod, clock):
+    """Seen failing with the report less what is carried now: a tenant was refused until the next probe."""
+    with pod.carried("a"):
+        with pod.carried("a"):
+            probe(pod, clock, 2, 0, a=2)
+        assert pod.reported("a") == 0
+
+
 def test_where_a_pod_reports_no_tenants_what_is_carried_and_came_since_counts(pod, clock):
     place(pod, "a", 500)
     with pod.carried("b"):

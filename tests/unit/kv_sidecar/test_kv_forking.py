@@ -165,6 +165,25 @@ async def test_forks_and_a_delete_of_their_source_at_once_leave_whole_forks_or_n
             assert (kv.block_files(), kv.manifest_files()) == (set(), set())
 
 
+async def test_a_fork_whose_source_is_deleted_after_it_was_read_is_none(tmp_path: Path, monkeypatch) -> None:
+    """Seen failing without the second look at the source: the fork named files that were gone."""
+    async with SidecarUnderTest(tmp_path) as kv:
+        save = await kv.save(TOKENS)
+        manifests = kv.catalog._manifests
+        read = manifests.read
+
+        async def read_and_deleted(*arguments, **more):
+            monkeypatch.setattr(manifests, "read", read)
+            manifest = await read(*arguments, **more)
+            await kv.catalog.delete(TENANT, save.session_id, (save.cache_ref,))
+            return manifest
+
+        monkeypatch.setattr(manifests, "read", read_and_deleted)
+
+        assert await kv.catalog.fork(fork_of(kv, save.cache_ref)) is None
+        assert (kv.block_files(), kv.manifest_files()) == (set(), set())
+
+
 async def test_a_fork_that_was_deleted_does_not_come_back(tmp_path: Path) -> None:
     async with SidecarUnderTest(tmp_path) as kv:
         save = await kv.save(TOKENS)
