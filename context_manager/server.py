@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from context_manager.manager import ContextCacheManager
-from contextcache.errors import InvalidRequest
+from contextcache.errors import ContextCacheError, InvalidRequest
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from contextcache.wire.messages import arguments_of, message_of
@@ -72,7 +72,7 @@ def _answering(manager: ContextCacheManager, method: str, name: str) -> Any:
     async def answer(request: Message, _context: object) -> Any:
         try:
             arguments = arguments_of(getattr(ContextCacheManager, method), request)
-        except KeyError as exc:  # of a newer client
+        except ContextCacheError as exc:  # of a newer client
             raise InvalidRequest("a field has an enum number that this context manager does not know") from exc
         found = await getattr(manager, method)(**arguments)
         if found is None or len(names) > 1:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
 
+from contextcache.errors import ContextCacheError
 from contextcache.model import CacheSessionMetadata, KVGroup, Manifest, Usage, UsageReport, kv_kind, plain_group
 from contextcache.terms import Terms
 
@@ -42,12 +43,15 @@ def message_of(message_class: type[MessageT], value: Any = None, **more: Any) ->
 
 
 def value_of(value_class: type[ValueT], message: Message) -> ValueT:
-    """Return the dataclass value of a message. Raises KeyError for an enum number that this release does not know."""
+    """Return the dataclass value of a message. Raises as `arguments_of`."""
     return value_class(**arguments_of(value_class, message))
 
 
 def arguments_of(function: Callable[..., Any], message: Message) -> Fields:
-    """Return the keyword arguments of a function, or of a dataclass, that a message holds."""
+    """Return the keyword arguments of a function, or of a dataclass, that a message holds.
+
+    Raises ContextCacheError for an enum number that this release does not know.
+    """
     return _reader(function, message.DESCRIPTOR)(message)
 
 
@@ -125,7 +129,7 @@ def _converter(hint: Any, field: Any) -> Callable[[Any], Any]:
         numbers = _numbers(field.enum_type)
         # A message without the field has the first member.
         members = {0: next(iter(hint))} | {numbers[member.name]: member for member in hint}
-        return lambda message: members[get(message)]
+        return lambda message: _member(members, get(message), field)
     inner = next(iter(get_args(hint)), hint)
     if field.message_type is None or field.message_type.GetOptions().map_entry:
         container = dict if field.message_type else tuple
@@ -133,6 +137,12 @@ def _converter(hint: Any, field: Any) -> Callable[[Any], Any]:
     if inner is hint:
         return lambda message: value_of(hint, get(message))
     return lambda message: tuple(value_of(inner, one) for one in get(message))
+
+
+def _member(members: Mapping[int, Enum], number: int, field: Any) -> Enum:
+    if number not in members:
+        raise ContextCacheError(f"{field.full_name} is {number}: a newer release sent a value that this one lacks")
+    return members[number]
 
 
 _PLAIN = (str, int, bool, bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, asynccontextmanager
 from typing import Any, TypeAlias
@@ -54,9 +55,9 @@ _KINDS: tuple[tuple[str, Callable[..., Method]], ...] = (
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Runs a block around every call, of every kind. Calls of unknown methods stay as they are."""
 
+    @abstractmethod
     def around(self, context: Context, details: grpc.HandlerCallDetails) -> AbstractAsyncContextManager[None]:
         """Return the block. It may end the call by `context.abort`."""
-        raise NotImplementedError
 
     @override
     async def intercept_service(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contextcache.errors import InvalidRequest
+from contextcache.errors import ContextCacheError, InvalidRequest
 from contextcache.model import (
     CacheSessionMetadata,
     KVGroup,
@@ -88,3 +88,10 @@ def test_a_manifest_survives_the_wire_but_for_its_files_which_follow(manifest):
 def test_a_group_of_a_kind_that_is_not_known_is_refused(kind):
     with pytest.raises(InvalidRequest):
         value_of(KVGroup, sidecar_pb.KVGroup(kind=kind, block_tokens=4))
+
+
+@pytest.mark.parametrize("field", ["state", "mode", "ttl_policy"])
+def test_a_member_of_a_newer_release_is_an_error_of_ours(field):
+    """Seen failing with the KeyError of the table: loops and turns catch errors of ours alone."""
+    with pytest.raises(ContextCacheError, match=f"Session.{field} is 99: a newer release"):
+        value_of(CacheSessionMetadata, pb.Session(tenant="t", session_id="s", **{field: 99}))
