@@ -20,7 +20,6 @@ from typing import Protocol
 
 import grpc
 
-from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, StoreUnavailable
 from contextcache.model import CacheRef, CacheSessionMetadata, HeldCacheRef, SessionId, TenantId, Usage
 from contextcache.names import prompt_ref
@@ -30,9 +29,8 @@ from contextcache.wire.channels import Connection
 from contextcache.wire.messages import message_of, value_of
 from contextcache.wire.rpc import Answer, cause_of, error_from_rpc, within
 from contextcache.wire.tls import WatchedTls
-from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.index import ManifestRecord
-from kv_sidecar.tiers.store import IoThreads
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +59,10 @@ class Orphans:
     def __init__(
         self,
         manager: Manager,
+        runtime: Runtime,
         *,
         written_at_ms: Callable[[CacheRef], int | None],
-        threads: IoThreads,
-        clock: Clock,
         after_s: float,
-        metrics: SidecarMetrics,
     ) -> None:
         """`written_at_ms` tells from the file when a manifest was sealed, or touched since: it outlives a restart.
 
@@ -74,10 +70,10 @@ class Orphans:
         """
         self._manager = manager
         self._written_at_ms = written_at_ms
-        self._threads = threads
-        self._clock = clock
+        self._threads = runtime.threads
+        self._clock = runtime.clock
         self._after_ms = round(after_s * 1000)
-        self._metrics = metrics
+        self._metrics = runtime.metrics
         self._due_ms: dict[CacheRef, int] = {}
         self._is_silent = False
         """Whether the last question had no answer: an outage is logged once."""

@@ -29,6 +29,7 @@ from kv_sidecar.moving.pulling import MAX_REFS, ConnectPeer, Pulls, WaitingTurn,
 from kv_sidecar.moving.warming import GONE_AFTER, Warming
 from kv_sidecar.orphans import Manager, ManagerQuestions, Orphans
 from kv_sidecar.reclaim import Collector, Removed
+from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.index import ManifestRecord
 from kv_sidecar.sealed.manifests import ManifestStore, SealedManifests
 from kv_sidecar.settings import SidecarSettings
@@ -73,8 +74,9 @@ class Sidecar:
         Raises OSError or ValueError when the certificate files, or the store's keys, cannot serve.
         """
         self.settings = settings
-        self._clock = clock
         self.metrics = SidecarMetrics(registry)
+        self.threads = IoThreads(settings.io_threads)
+        self.runtime = Runtime(clock, self.metrics, self.threads)
         self.tls = self.metrics.certificates.open_tls(settings.tls)
         self.directory = directory or DataDirectory(settings.data_dir)
         self.disk = DiskStore(
@@ -86,7 +88,6 @@ class Sidecar:
         self.memory = MemoryStore(limit_bytes=settings.memory_bytes())
         self.door: ArenaDoor | None = None
         """Where engines get the arena; None: they send frames."""
-        self.threads = IoThreads(settings.io_threads)
         self.tiers = Tiers(
             disk=self.disk,
             memory=self.memory,
@@ -221,7 +222,7 @@ class Sidecar:
         `collect_shared`'s, who sees there what is named with it.
         """
         removed = await self.catalog.collect()
-        before_ms = self._clock.now_ms() - self.settings.leftover_s * 1000
+        before_ms = self.runtime.clock.now_ms() - self.settings.leftover_s * 1000
         await self.threads.run(self.directory.remove_leftovers, before_ms=before_ms)
         self.reports.forget_old()
         if self._orphans is not None:
@@ -339,9 +340,8 @@ class Sidecar:
         shared = SharedTier(
             objects,
             self.catalog,
+            self.runtime,
             limits=settings.shared_limits(),
-            clock=self._clock,
-            metrics=self.metrics,
             keys=None if settings.store_keys_file is None else StoreKeys(settings.store_keys_file),
         )
         self.metrics.store_waiting.set_function(lambda: shared.num_waiting)
@@ -349,9 +349,8 @@ class Sidecar:
         self._shared_collector = SharedCollector(
             shared,
             objects,
+            self.runtime,
             limits=settings.collector_limits(),
-            clock=self._clock,
-            metrics=self.metrics,
         )
 
     def _ask_manager(self) -> ManagerQuestions | None:
@@ -388,11 +387,9 @@ class Sidecar:
     def _orphans_of(self, manager: Manager, manifests: ManifestStore) -> Orphans:
         return Orphans(
             manager,
+            self.runtime,
             written_at_ms=manifests.written_at_ms,
-            threads=self.threads,
-            clock=self._clock,
             after_s=self.settings.orphan_after_s,
-            metrics=self.metrics,
         )
 
     def _connect_peer(self, address: str, timeout_s: float) -> PeerSidecar:

@@ -16,12 +16,11 @@ from typing import TypeAlias
 
 from pydantic import TypeAdapter
 
-from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, CorruptBlock, KeyNotAtHand
 from contextcache.model import MAX_TTL_S, CacheRef, HeldCacheRef, SessionId, TenantId
 from contextcache.names import CACHE_REF_PATTERN, KEPT_PREFIX, prompt_ref
-from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.orphans import QUESTION_REFS
+from kv_sidecar.runtime import Runtime
 from kv_sidecar.shared import hot_lists
 from kv_sidecar.shared.eviction import Shelf, StoredSession, leaving
 from kv_sidecar.shared.object_store import ObjectStore, StoredObject
@@ -59,16 +58,15 @@ class SharedCollector:
         self,
         shared: SharedTier,
         objects: ObjectStore,
+        runtime: Runtime,
         *,
         limits: CollectorLimits,
-        clock: Clock,
-        metrics: SidecarMetrics,
     ) -> None:
         self._shared = shared
         self._objects = objects
         self._limits = limits
-        self._clock = clock
-        self._metrics = metrics
+        self._clock = runtime.clock
+        self._metrics = runtime.metrics
         self._seen: dict[str, tuple[int, SessionId, int]] = {}
         """Of manifests, by name: when it was written, whose it is, when it expires."""
         self._heard_at_ms = 0

@@ -23,7 +23,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable
 from contextcache.model import MAX_TTL_S, CacheRef, Manifest, SessionId, TenantId
 from contextcache.names import KEPT_PREFIX, OBJECT_PREFIX
@@ -32,7 +31,7 @@ from kv_sidecar.crash_points import AFTER_STORED_BLOCKS
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import encode_manifest
 from kv_sidecar.keeping import GROUP_MAX
-from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.index import ManifestRecord, RecentNames
 from kv_sidecar.shared.encryption import StoreKeys, TenantKey
 from kv_sidecar.shared.eviction import StoredSession
@@ -76,21 +75,20 @@ class SharedTier:
         self,
         objects: ObjectStore,
         local: LocalKV,
+        runtime: Runtime,
         *,
         limits: SharedLimits,
-        clock: Clock,
-        metrics: SidecarMetrics,
         keys: StoreKeys | None = None,
     ) -> None:
         """`keys`: what objects are encrypted with; None: they are not."""
         self._objects = objects
         self._keys = keys
-        self.stored = StoredKV(objects, keys=keys, block_bytes_max=limits.block_bytes_max, metrics=metrics)
+        self.stored = StoredKV(objects, keys=keys, block_bytes_max=limits.block_bytes_max, metrics=runtime.metrics)
         """What is there, whoever wrote it."""
         self._local = local
         self._limits = limits
-        self._clock = clock
-        self._metrics = metrics
+        self._clock = runtime.clock
+        self._metrics = runtime.metrics
         self._queue: OrderedDict[CacheRef, bool] = OrderedDict()
         """Each with whether it is to be written although the store has it."""
         self._kept: OrderedDict[CacheRef, bool] = OrderedDict()
