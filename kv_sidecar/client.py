@@ -304,6 +304,15 @@ class EngineSidecarClient:
         answer = self._call(lambda stub: stub.GetManifest, request, timeout_s)
         return with_files(value_of(Manifest, answer.manifest)), answer
 
+    def resolve(self, request: pb.ResolveRequest, timeout_s: float) -> tuple[Manifest | None, pb.ResolveResponse]:
+        """Return the stored KV that serves most of a prompt, None when there is none, and the answer with its reason.
+
+        The sidecar waits inside the call for at most the longer of `wait_ms` and `pull_wait_ms`: `timeout_s` must
+        exceed them.
+        """
+        answer = self._call(lambda stub: stub.Resolve, request, timeout_s)
+        return with_files(value_of(Manifest, answer.manifest)) if answer.HasField("manifest") else None, answer
+
     def match_prefix(self, request: pb.MatchPrefixRequest, timeout_s: float) -> tuple[pb.PrefixMatch, ...]:
         """Return the tenant's KV that begins most like a prompt, the longest first; a peer's is pending at first.
 

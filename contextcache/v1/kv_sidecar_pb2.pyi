@@ -827,6 +827,125 @@ class GetManifestResponse(google.protobuf.message.Message):
 Global___GetManifestResponse: typing_extensions.TypeAlias = GetManifestResponse
 
 @typing.final
+class ResolveRequest(google.protobuf.message.Message):
+    """ResolveRequest is a prompt, and the KV that its turn names."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    CACHE_REFS_FIELD_NUMBER: builtins.int
+    SAVING_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
+    PULL_WAIT_MS_FIELD_NUMBER: builtins.int
+    COMPUTE_US_PER_TOKEN_FIELD_NUMBER: builtins.int
+    BRING_FIELD_NUMBER: builtins.int
+    TOKENS_MIN_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    BEGINNING_FIELD_NUMBER: builtins.int
+    PEER_FIELD_NUMBER: builtins.int
+    EXPIRES_AT_MS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner: another tenant's KV is reported like KV that does not exist."""
+    fingerprint: builtins.str
+    """Fingerprint as in Handshake, with the adapter."""
+    world_size: builtins.int
+    """Ranks of the engine."""
+    token_ids: builtins.bytes
+    """The prompt: token ids as little-endian u32."""
+    wait_ms: builtins.int
+    """Longest wait in ms for seals of KV in `saving`, at most 30 000."""
+    pull_wait_ms: builtins.int
+    """Longest wait in ms for KV that is being saved or pulled, as the sidecar knows, at most 30 000."""
+    compute_us_per_token: builtins.float
+    """Time in which the engine computes one token, in microseconds; 0: unknown."""
+    bring: builtins.bool
+    """True: the sidecar fetches KV of `cache_refs` that it lacks from the shared store."""
+    tokens_min: builtins.int
+    """Fewest tokens that a prefix match must add to the KV that the turn names; 0: no prefix match."""
+    group: builtins.str
+    """Conversation of a plain request, whose KV is kept; empty: none. As in MatchPrefixRequest."""
+    beginning: builtins.str
+    """Hash of the prompt's beginning, for gateways. As in MatchPrefixRequest."""
+    peer: builtins.str
+    """host:port of a sidecar that may have more of the prompt. As in MatchPrefixRequest."""
+    expires_at_ms: builtins.int
+    """Unix time in ms until which kept KV that matches lives at least; 0: unchanged."""
+    @property
+    def cache_refs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """KV that the turn names, best first, at most 16. The end of a prompt (a window's checkpoint) is a name of its own."""
+
+    @property
+    def saving(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The refs among `cache_refs` that this engine saves now. The sidecar waits for their seals although it may not know
+        the saves yet.
+        """
+
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        world_size: builtins.int = ...,
+        token_ids: builtins.bytes = ...,
+        cache_refs: collections.abc.Iterable[builtins.str] | None = ...,
+        saving: collections.abc.Iterable[builtins.str] | None = ...,
+        wait_ms: builtins.int = ...,
+        pull_wait_ms: builtins.int = ...,
+        compute_us_per_token: builtins.float = ...,
+        bring: builtins.bool = ...,
+        tokens_min: builtins.int = ...,
+        group: builtins.str = ...,
+        beginning: builtins.str = ...,
+        peer: builtins.str = ...,
+        expires_at_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beginning", b"beginning", "bring", b"bring", "cache_refs", b"cache_refs", "compute_us_per_token", b"compute_us_per_token", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "group", b"group", "peer", b"peer", "pull_wait_ms", b"pull_wait_ms", "saving", b"saving", "tenant", b"tenant", "token_ids", b"token_ids", "tokens_min", b"tokens_min", "wait_ms", b"wait_ms", "world_size", b"world_size"]) -> None: ...
+
+Global___ResolveRequest: typing_extensions.TypeAlias = ResolveRequest
+
+@typing.final
+class ResolveResponse(google.protobuf.message.Message):
+    """ResolveResponse is the KV to load, or the reason for none."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MANIFEST_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
+    tier: Global___Tier.ValueType
+    """Tier that would serve most of its blocks now."""
+    num_tokens: builtins.int
+    """Leading tokens that prompt and manifest share."""
+    reason: builtins.str
+    """Short fixed phrase: the reason for no manifest, such as `no_manifest`, `other_tokens` or `cache_ref_pending`."""
+    @property
+    def manifest(self) -> Global___Manifest:
+        """KV that serves most of the prompt; absent: none. The engine compares all tokens itself."""
+
+    @property
+    def missing(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Refs among `cache_refs` that the sidecar neither has nor expects."""
+
+    def __init__(
+        self,
+        *,
+        manifest: Global___Manifest | None = ...,
+        tier: Global___Tier.ValueType = ...,
+        num_tokens: builtins.int = ...,
+        reason: builtins.str = ...,
+        missing: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["manifest", b"manifest", "missing", b"missing", "num_tokens", b"num_tokens", "reason", b"reason", "tier", b"tier"]) -> None: ...
+
+Global___ResolveResponse: typing_extensions.TypeAlias = ResolveResponse
+
+@typing.final
 class MatchPrefixRequest(google.protobuf.message.Message):
     """MatchPrefixRequest is a prompt."""
 

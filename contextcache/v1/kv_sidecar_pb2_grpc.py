@@ -80,6 +80,11 @@ class KVSidecarServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestResponse.FromString,
                 _registered_method=True)
+        self.Resolve = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/Resolve',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ResolveRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ResolveResponse.FromString,
+                _registered_method=True)
         self.MatchPrefix = channel.unary_unary(
                 '/contextcache.v1.KVSidecarService/MatchPrefix',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.MatchPrefixRequest.SerializeToString,
@@ -213,6 +218,15 @@ class KVSidecarServiceServicer(object):
     def GetManifest(self, request, context):
         """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's; with the code
         `cache_ref_pending` while it is being saved, or pulled from a peer: it is worth asking again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resolve(self, request, context):
+        """Resolve answers an engine's one question before a load: the stored KV that serves most of a prompt. It waits in the
+        sidecar for seals, pulls and prefix matches, at most for the times in the request, and returns early when computing
+        is estimated to be faster. Nothing to load is an answer with a reason, never an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -362,6 +376,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     servicer.GetManifest,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestResponse.SerializeToString,
+            ),
+            'Resolve': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resolve,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ResolveRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ResolveResponse.SerializeToString,
             ),
             'MatchPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.MatchPrefix,
@@ -673,6 +692,33 @@ class KVSidecarService(object):
             '/contextcache.v1.KVSidecarService/GetManifest',
             contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestRequest.SerializeToString,
             contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resolve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/Resolve',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ResolveRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ResolveResponse.FromString,
             options,
             channel_credentials,
             insecure,

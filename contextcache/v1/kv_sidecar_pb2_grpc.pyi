@@ -166,6 +166,21 @@ _KVSidecarServiceGetManifestType = typing_extensions.TypeVar(
     ],
 )
 
+_KVSidecarServiceResolveType = typing_extensions.TypeVar(
+    '_KVSidecarServiceResolveType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ResolveRequest,
+        contextcache.v1.kv_sidecar_pb2.ResolveResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ResolveRequest,
+        contextcache.v1.kv_sidecar_pb2.ResolveResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ResolveRequest,
+        contextcache.v1.kv_sidecar_pb2.ResolveResponse,
+    ],
+)
+
 _KVSidecarServiceMatchPrefixType = typing_extensions.TypeVar(
     '_KVSidecarServiceMatchPrefixType',
     bound=grpc.UnaryUnaryMultiCallable[
@@ -361,7 +376,7 @@ _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceMatchPrefixType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceForkContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceListKeptType, _KVSidecarServiceStatsType]):
+class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceResolveType, _KVSidecarServiceMatchPrefixType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceForkContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceListKeptType, _KVSidecarServiceStatsType]):
     """KVSidecarService stores, verifies, shares, expires and hands out KV blocks."""
 
     @typing.overload
@@ -401,6 +416,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.GetManifestRequest,
             contextcache.v1.kv_sidecar_pb2.GetManifestResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ResolveRequest,
+            contextcache.v1.kv_sidecar_pb2.ResolveResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
@@ -495,6 +514,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
             contextcache.v1.kv_sidecar_pb2.GetManifestResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ResolveRequest,
+            contextcache.v1.kv_sidecar_pb2.ResolveResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
             contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse,
         ],
@@ -581,6 +604,12 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
     GetManifest: _KVSidecarServiceGetManifestType
     """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's; with the code
     `cache_ref_pending` while it is being saved, or pulled from a peer: it is worth asking again.
+    """
+
+    Resolve: _KVSidecarServiceResolveType
+    """Resolve answers an engine's one question before a load: the stored KV that serves most of a prompt. It waits in the
+    sidecar for seals, pulls and prefix matches, at most for the times in the request, and returns early when computing
+    is estimated to be faster. Nothing to load is an answer with a reason, never an error.
     """
 
     MatchPrefix: _KVSidecarServiceMatchPrefixType
@@ -670,6 +699,10 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetManifestRequest,
         contextcache.v1.kv_sidecar_pb2.GetManifestResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ResolveRequest,
+        contextcache.v1.kv_sidecar_pb2.ResolveResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
@@ -806,6 +839,17 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.GetManifestResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.GetManifestResponse]]:
         """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's; with the code
         `cache_ref_pending` while it is being saved, or pulled from a peer: it is worth asking again.
+        """
+
+    @abc.abstractmethod
+    def Resolve(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.ResolveRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.ResolveResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.ResolveResponse]]:
+        """Resolve answers an engine's one question before a load: the stored KV that serves most of a prompt. It waits in the
+        sidecar for seals, pulls and prefix matches, at most for the times in the request, and returns early when computing
+        is estimated to be faster. Nothing to load is an answer with a reason, never an error.
         """
 
     @abc.abstractmethod
