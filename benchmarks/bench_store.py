@@ -41,9 +41,9 @@ from kv_sidecar.format.manifest import block_meta, num_files
 from kv_sidecar.moving.peer import StoredPeer
 from kv_sidecar.saves import NewSave
 from kv_sidecar.settings import SidecarSettings
-from kv_sidecar.shared.object_store import ObjectStore
-from kv_sidecar.shared.tier import SharedTier
 from kv_sidecar.sidecar import Sidecar
+from kv_sidecar.store.objects import ObjectStore
+from kv_sidecar.store.writer import SharedTier
 
 TENANT = "demo"
 BLOCK_TOKENS, PAGES_BYTES = 256, 256 * (128 << 10)

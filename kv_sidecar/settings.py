@@ -12,9 +12,9 @@ from kv_sidecar.moving.leaving import HandOverLimits
 from kv_sidecar.moving.peers import PeerRules, PullLimits
 from kv_sidecar.moving.warming import WarmingLimits
 from kv_sidecar.saves import CatalogLimits
-from kv_sidecar.shared.collector import CollectorLimits
-from kv_sidecar.shared.object_store import check_store_url
-from kv_sidecar.shared.tier import SharedLimits
+from kv_sidecar.store.collector import CollectorLimits
+from kv_sidecar.store.objects import check_store_url
+from kv_sidecar.store.writer import SharedLimits
 
 _CONTAINER = Path("/sys/fs/cgroup")
 """Of this process's own container (cgroup v2)."""

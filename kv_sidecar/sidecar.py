@@ -33,11 +33,11 @@ from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.index import ManifestRecord
 from kv_sidecar.sealed.manifests import ManifestStore, SealedManifests
 from kv_sidecar.settings import SidecarSettings
-from kv_sidecar.shared.collector import SharedCollector
-from kv_sidecar.shared.encryption import StoreKeys
-from kv_sidecar.shared.hot_lists import HotLists
-from kv_sidecar.shared.object_store import ObjectStore
-from kv_sidecar.shared.tier import SharedTier
+from kv_sidecar.store.collector import SharedCollector
+from kv_sidecar.store.encryption import StoreKeys
+from kv_sidecar.store.hot_lists import HotLists
+from kv_sidecar.store.objects import ObjectStore
+from kv_sidecar.store.writer import SharedTier
 from kv_sidecar.tiers.arena import SUFFIX, ArenaDoor
 from kv_sidecar.tiers.data_directory import DataDirectory
 from kv_sidecar.tiers.disk_store import DiskStore

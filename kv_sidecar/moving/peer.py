@@ -30,7 +30,7 @@ from kv_sidecar.moving.pace import FILES_AT_ONCE, Pace
 from kv_sidecar.moving.pulling import PulledFile
 from kv_sidecar.sealed.matching import PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found, common
-from kv_sidecar.shared.tier import SharedTier
+from kv_sidecar.store.writer import SharedTier
 
 
 class PeerSidecar:

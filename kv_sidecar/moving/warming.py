@@ -26,7 +26,7 @@ from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.moving import leaving
 from kv_sidecar.moving.pulling import Pulls, Wanted
-from kv_sidecar.shared.hot_lists import LISTED_MAX, HotList, HotLists
+from kv_sidecar.store.hot_lists import LISTED_MAX, HotList, HotLists
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from contextcache.names import KEPT_PREFIX
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.format.ids import pack_token_ids
-from kv_sidecar.shared.collector import COLLECTOR
+from kv_sidecar.store.collector import COLLECTOR
 from tests.integration.test_sidecar_process import SidecarProcess
 from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import FINGERPRINT, TENANT

@@ -17,8 +17,8 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from deploy.local import s3_server
 from kv_sidecar.format.manifest import block_key
 from kv_sidecar.server import serve
-from kv_sidecar.shared.hot_lists import HotLists
-from kv_sidecar.shared.object_store import ObjectStore
+from kv_sidecar.store.hot_lists import HotLists
+from kv_sidecar.store.objects import ObjectStore
 from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
 from tests.kit.lying_store import BLOCKS, LyingStore

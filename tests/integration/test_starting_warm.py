@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.shared.hot_lists import DIRECTORY
+from kv_sidecar.store.hot_lists import DIRECTORY
 from tests.integration.test_handing_over import World
 from tests.kit.kv_blocks import TENANT
 from tests.kit.manager_process import running_manager_process

@@ -13,7 +13,7 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, KeyNotAtHand
-from kv_sidecar.shared.encryption import MAGIC, StoreKeys, key_id_of, opened
+from kv_sidecar.store.encryption import MAGIC, StoreKeys, key_id_of, opened
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.store_keys import write_store_keys
 

@@ -16,10 +16,10 @@ from contextcache.errors import CacheRefNotFound, SidecarUnavailable
 from contextcache.model import HeldCacheRef
 from kv_sidecar.crash_points import AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
 from kv_sidecar.settings import SidecarSettings
-from kv_sidecar.shared import removal as shared_removal
-from kv_sidecar.shared import tier as shared_tier
-from kv_sidecar.shared.collector import COLLECTOR
-from kv_sidecar.shared.object_store import ObjectStore
+from kv_sidecar.store import removal as shared_removal
+from kv_sidecar.store import writer
+from kv_sidecar.store.collector import COLLECTOR
+from kv_sidecar.store.objects import ObjectStore
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.store_keys import write_store_keys
 from tests.kit.until import until
@@ -200,7 +200,7 @@ async def test_what_a_crash_left_is_collected_when_it_is_old_and_never_what_is_n
         if point == AFTER_UNSTORED_MANIFEST:
             await kv.save(other, session_id="ctx_2")
             await written(kv)
-        for part in (shared_tier, shared_removal):
+        for part in (writer, shared_removal):
             monkeypatch.setattr(part, "crash_point", die)
         if point == AFTER_UNSTORED_MANIFEST:
             end = kv.sidecar.shared.delete(TENANT, "ctx_2", [], is_whole=True)
@@ -274,7 +274,7 @@ async def test_wrong_bytes_are_a_miss_and_nothing_of_them_stays(pod, tmp_path):
 
 
 async def test_a_store_that_fails_is_tried_again_for_writes_and_for_deletes(pod, tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_tier, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(writer, "BACKOFF_S", 0.0)
 
     async def fail(*args, **kwargs):
         raise SidecarUnavailable("down")
@@ -304,7 +304,7 @@ async def test_a_store_that_fails_is_tried_again_for_writes_and_for_deletes(pod,
 
 
 async def test_memory_of_a_write_is_used_again_but_not_while_one_that_was_given_up_may_still_read_it(pod, monkeypatch):
-    monkeypatch.setattr(shared_tier, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(writer, "BACKOFF_S", 0.0)
     given_up: list[memoryview] = []
 
     async with pod("a") as kv:
@@ -374,7 +374,7 @@ async def test_the_oldest_waiting_context_gives_way_and_writes_keep_to_their_rat
 
     async with pod("b", store_bytes_per_s=100) as kv:
         shared = kv.sidecar.shared
-        monkeypatch.setattr(shared_tier.asyncio, "sleep", sleep)
+        monkeypatch.setattr(writer.asyncio, "sleep", sleep)
         await shared._pace(200)
         await shared._pace(100)
         shared._is_hurried = True

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
 from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST
-from kv_sidecar.shared import removal as shared_removal
-from kv_sidecar.shared import tier as shared_tier
-from kv_sidecar.shared.eviction import LOWER_MARK, UPPER_MARK, Shelf, StoredSession, leaving
+from kv_sidecar.store import removal as shared_removal
+from kv_sidecar.store import writer
+from kv_sidecar.store.eviction import LOWER_MARK, UPPER_MARK, Shelf, StoredSession, leaving
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.until import until
 
@@ -208,7 +208,7 @@ async def test_what_a_crash_left_of_a_context_that_was_leaving_is_collected(pod,
 
 
 async def test_a_removal_that_the_store_refuses_does_not_keep_contexts_from_being_written(pod, tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_tier, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(writer, "BACKOFF_S", 0.0)
 
     async def fail(*args, **kwargs):
         raise SidecarUnavailable("not allowed")

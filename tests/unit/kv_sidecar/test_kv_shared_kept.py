@@ -22,9 +22,9 @@ from kv_sidecar.moving import borrowing
 from kv_sidecar.moving.pulling import ABSENT_MS
 from kv_sidecar.sealed.matching import STAYS_MS, PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found
-from kv_sidecar.shared import tier as shared_tier
-from kv_sidecar.shared.collector import COLLECTOR
-from kv_sidecar.shared.object_store import ObjectStore
+from kv_sidecar.store import writer
+from kv_sidecar.store.collector import COLLECTOR
+from kv_sidecar.store.objects import ObjectStore
 from tests.kit.catalog_peer import CatalogPeer
 from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, written
 from tests.kit.store_keys import write_store_keys
@@ -397,7 +397,7 @@ async def test_what_was_deleted_while_the_store_was_away_is_not_found_again_and_
         await written(kv)
     async with pod("b") as kv:
         clock.advance(s=60)
-        monkeypatch.setattr(shared_tier, "BACKOFF_S", 60.0)
+        monkeypatch.setattr(writer, "BACKOFF_S", 60.0)
         kv.sidecar.shared._objects.delete = fail
         await kv.sidecar.delete(TENANT, GROUP, [])
         assert await find(kv, (*SAID, 30, 31, 32, 33, 34)) == []

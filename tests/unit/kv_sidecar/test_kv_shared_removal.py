@@ -18,12 +18,12 @@ from contextcache.errors import SidecarUnavailable
 from contextcache.model import HeldCacheRef
 from contextcache.names import KEPT_PREFIX, prompt_ref
 from kv_sidecar.saves import NewSave
-from kv_sidecar.shared import tier as shared_tier
-from kv_sidecar.shared.collector import COLLECTOR
-from kv_sidecar.shared.eviction import StoredSession
-from kv_sidecar.shared.known_blocks import KnownBlocks
-from kv_sidecar.shared.object_store import ObjectStore, StoredObject
-from kv_sidecar.shared.stored_kv import each
+from kv_sidecar.store import writer
+from kv_sidecar.store.collector import COLLECTOR
+from kv_sidecar.store.eviction import StoredSession
+from kv_sidecar.store.known_blocks import KnownBlocks
+from kv_sidecar.store.objects import ObjectStore, StoredObject
+from kv_sidecar.store.stored_kv import each
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.until import until
 
@@ -52,7 +52,7 @@ def clock() -> ManualClock:
 @pytest.fixture
 def pod(tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return a running sidecar with a disk of its own, over the one store."""
-    monkeypatch.setattr(shared_tier, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(writer, "BACKOFF_S", 0.0)
 
     @asynccontextmanager
     async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:

@@ -23,9 +23,9 @@ from kv_sidecar.moving.pulling import Wanted
 from kv_sidecar.moving.warming import Warming, WarmingLimits
 from kv_sidecar.saves import NewSave
 from kv_sidecar.settings import SidecarSettings
-from kv_sidecar.shared.hot_lists import DIRECTORY, LISTED_MAX, HotList, HotLists
-from kv_sidecar.shared.object_store import ObjectStore
 from kv_sidecar.sidecar import Sidecar
+from kv_sidecar.store.hot_lists import DIRECTORY, LISTED_MAX, HotList, HotLists
+from kv_sidecar.store.objects import ObjectStore
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, written
 from tests.kit.until import until
 

@@ -6,7 +6,7 @@
     <tenant>/sessions/<session>/<cache_ref>   empty: this manifest is of that session
 
 With keys (encryption.py) manifests and blocks are encrypted, and `<file name>` is what the key makes of it. In which
-order they come and go are the rules in tier.py; docs/project/formats.md has the bytes.
+order they come and go are the rules in writer.py; docs/project/formats.md has the bytes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import decode_manifest
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.sealed.manifests import MAX_FILE_BYTES
-from kv_sidecar.shared.encryption import OVERHEAD_BYTES_MAX, StoreKeys, TenantKey, opened
-from kv_sidecar.shared.object_store import ObjectStore
+from kv_sidecar.store.encryption import OVERHEAD_BYTES_MAX, StoreKeys, TenantKey, opened
+from kv_sidecar.store.objects import ObjectStore
 from kv_sidecar.tiers.store import Buffer
 
 Item = TypeVar("Item")

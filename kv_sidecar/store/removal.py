@@ -1,6 +1,6 @@
 """How KV leaves the shared store: the manifest, then holders, the blocks that have none, and the session's names.
 
-That order is what a crash relies on (tier.py, rule 1): what is left of a removal no manifest names.
+That order is what a crash relies on (writer.py, rule 1): what is left of a removal no manifest names.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST, AFTER_UNSTORED_MANIF
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys
 from kv_sidecar.sealed.index import ManifestRecord
-from kv_sidecar.shared.eviction import StoredSession
-from kv_sidecar.shared.known_blocks import KnownBlocks
-from kv_sidecar.shared.object_store import ObjectStore
-from kv_sidecar.shared.stored_kv import StoredKV, block_name, each, holder_name, manifest_name, ref_of, session_name
+from kv_sidecar.store.eviction import StoredSession
+from kv_sidecar.store.known_blocks import KnownBlocks
+from kv_sidecar.store.objects import ObjectStore
+from kv_sidecar.store.stored_kv import StoredKV, block_name, each, holder_name, manifest_name, ref_of, session_name
 from kv_sidecar.tiers.store import Buffer
 
 

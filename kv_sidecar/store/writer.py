@@ -33,12 +33,12 @@ from kv_sidecar.format.manifest import encode_manifest
 from kv_sidecar.keeping import GROUP_MAX
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.index import ManifestRecord, RecentNames
-from kv_sidecar.shared.encryption import StoreKeys, TenantKey
-from kv_sidecar.shared.eviction import StoredSession
-from kv_sidecar.shared.known_blocks import KnownBlocks, Session
-from kv_sidecar.shared.object_store import ObjectStore
-from kv_sidecar.shared.removal import LocalKV, Removal, StoreRemovals
-from kv_sidecar.shared.stored_kv import StoredKV, block_name, each, holder_name, manifest_name, session_name
+from kv_sidecar.store.encryption import StoreKeys, TenantKey
+from kv_sidecar.store.eviction import StoredSession
+from kv_sidecar.store.known_blocks import KnownBlocks, Session
+from kv_sidecar.store.objects import ObjectStore
+from kv_sidecar.store.removal import LocalKV, Removal, StoreRemovals
+from kv_sidecar.store.stored_kv import StoredKV, block_name, each, holder_name, manifest_name, session_name
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from contextcache.model import MAX_TTL_S, CacheRef, HeldCacheRef, SessionId, Ten
 from contextcache.names import CACHE_REF_PATTERN, KEPT_PREFIX, prompt_ref
 from kv_sidecar.orphans import QUESTION_REFS
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.shared import hot_lists
-from kv_sidecar.shared.eviction import Shelf, StoredSession, leaving
-from kv_sidecar.shared.object_store import ObjectStore, StoredObject
-from kv_sidecar.shared.stored_kv import each, manifest_name, ref_of
-from kv_sidecar.shared.tier import SharedTier
+from kv_sidecar.store import hot_lists
+from kv_sidecar.store.eviction import Shelf, StoredSession, leaving
+from kv_sidecar.store.objects import ObjectStore, StoredObject
+from kv_sidecar.store.stored_kv import each, manifest_name, ref_of
+from kv_sidecar.store.writer import SharedTier
 
 COLLECTOR = "collector"
 """The object whose age says when somebody last collected; it holds the bytes that were left, by tenant."""

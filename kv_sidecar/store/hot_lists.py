@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from contextcache.errors import CorruptBlock
 from contextcache.model import SessionId, TenantId
 from contextcache.names import SESSION_ID_PATTERN, TENANT_PATTERN
-from kv_sidecar.shared.object_store import ObjectStore, StoredObject
+from kv_sidecar.store.objects import ObjectStore, StoredObject
 
 DIRECTORY = ".hot"
 """No tenant's name."""

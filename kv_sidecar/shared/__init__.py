@@ -1,1 +1,0 @@
-"""The store that all pods of a release share: what is in it, how KV gets there and leaves. Read `tier.py` first."""
