@@ -37,7 +37,7 @@ from kv_sidecar.keeping import Keeping
 from kv_sidecar.leases import Leases, LeaseTerms
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.reclaim import Removed, Retention
-from kv_sidecar.saves import CatalogLimits, FailedSave, NewSave
+from kv_sidecar.saves import CatalogLimits, FailedSave, MoreTokens, NewSave
 from kv_sidecar.saving import PreparedSave, Saving
 from kv_sidecar.sealed.index import ManifestRecord, RecentNames
 from kv_sidecar.sealed.manifests import SealedManifests
@@ -178,6 +178,13 @@ class ContextCatalog:
             self._keeping.refuse_repetition(manifest)
         await self._retention.make_share(new.tenant, 1, for_kept=new.is_kept)
         return self._saving.prepare(new, manifest)
+
+    async def extend_save(self, more: MoreTokens) -> PreparedSave:
+        """Add tokens to an open save of one rank. Idempotent.
+
+        Raises SaveIncomplete when the save is not open or lacks tokens, InvalidRequest, ContextDeleted, StorageFull.
+        """
+        return await self.prepare_save(self._saving.extended(more))
 
     async def lend(self, borrower: str, places: Sequence[tuple[Place, int]], *, timeout_s: float) -> list[LentSlot]:
         """Lend slots for files of saves in flight, of so many bytes each: for the first ones, as many as fit now.

@@ -33,7 +33,7 @@ from kv_sidecar.format.block_file import (
     new_checksum,
     parse_block_file,
 )
-from kv_sidecar.format.ids import ADAPTER_MARK
+from kv_sidecar.format.ids import ADAPTER_MARK, pack_token_ids
 from kv_sidecar.format.manifest import context_files, is_plain, with_files
 from kv_sidecar.tiers.arena import MappedArena, open_arena, populate
 
@@ -52,6 +52,7 @@ __all__ = [
     "is_plain",
     "new_checksum",
     "open_arena",
+    "pack_token_ids",
     "parse_block_file",
     "populate",
     "with_files",
@@ -249,13 +250,21 @@ class EngineSidecarClient:
             fingerprint=fingerprint,
             rank=rank,
             world_size=world_size,
-            token_ids=token_ids,
+            token_ids=pack_token_ids(token_ids),
             expires_at_ms=expires_at_ms,
             started_at_ms=started_at_ms,
             groups=[message_of(pb.KVGroup, group) for group in groups],
             early=early,
         )
         return self._call(lambda stub: stub.PrepareSave, request, self._timeout_s if timeout_s is None else timeout_s)
+
+    def extend_save(self, request: pb.ExtendSaveRequest, timeout_s: float) -> pb.ExtendSaveResponse:
+        """Add tokens to a save opened with `early`; the answer names the files to send.
+
+        Raises SaveIncomplete when the save must be opened again with all tokens, ContextDeleted, InvalidRequest,
+        StorageFull.
+        """
+        return self._call(lambda stub: stub.ExtendSave, request, timeout_s)
 
     def lend_slots(self, request: pb.LendSlotsRequest, timeout_s: float) -> Sequence[pb.Slot]:
         """Return room in the arena for the first of the files asked for; none when there is none for now.

@@ -108,6 +108,20 @@ class NewSave:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class MoreTokens:
+    """Tokens that one rank adds to its save."""
+
+    tenant: TenantId
+    cache_ref: CacheRef
+    rank: int
+    first_token: int
+    """Position of the first of `token_ids`."""
+    token_ids: tuple[int, ...]
+    early: bool
+    """Whether more tokens follow."""
+
+
 @dataclass(slots=True)
 class SaveInFlight:
     """One cache_ref on its way to a manifest."""

@@ -33,6 +33,7 @@ from kv_sidecar.saves import (
     CatalogLimits,
     FailedSave,
     FailedSaves,
+    MoreTokens,
     NewSave,
     SaveInFlight,
     SavesInFlight,
@@ -106,6 +107,29 @@ class Saving:
         if not new.early:
             self._metrics.saves.inc()
         return PreparedSave(missing, num_files(manifest))
+
+    def extended(self, more: MoreTokens) -> NewSave:
+        """Return a rank's save with more tokens. Raises SaveIncomplete, ContextDeleted."""
+        save = self._saves.get(more.cache_ref)
+        if save is None or save.manifest.tenant != more.tenant:
+            raise self._no_save(more.cache_ref)
+        known = save.manifest
+        if more.rank not in save.prepared or not 0 <= more.first_token <= len(known.token_ids):
+            raise SaveIncomplete("the save lacks tokens before first_token")
+        token_ids = known.token_ids[: more.first_token] + more.token_ids
+        return NewSave(
+            tenant=known.tenant,
+            session_id=known.session_id,
+            cache_ref=known.cache_ref,
+            fingerprint=known.fingerprint,
+            rank=more.rank,
+            world_size=known.world_size,
+            token_ids=token_ids,
+            expires_at_ms=known.expires_at_ms,
+            started_at_ms=save.started_at_ms,
+            groups=tuple(replace(group, runs=((0, len(token_ids)),)) for group in known.groups),
+            early=more.early,
+        )
 
     def expected(self, cache_ref: CacheRef, rank: int, block_index: int) -> tuple[SaveInFlight, BlockMeta]:
         """Return what must come at this position. Raises SaveIncomplete, ContextDeleted, InvalidRequest."""

@@ -20,12 +20,12 @@ from contextcache.wire.servers import GrpcServer, plain_server
 from contextcache.wire.tracing import NO_TRACER, Tracer
 from kv_sidecar.client import SERVICE_NAME
 from kv_sidecar.forking import NewFork
-from kv_sidecar.format.ids import check_fingerprint
+from kv_sidecar.format.ids import check_fingerprint, unpack_token_ids
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE
 from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.moving.frames import FrameAssembly
 from kv_sidecar.moving.pulling import WaitingTurn, Wanted
-from kv_sidecar.saves import FailedSave, NewSave
+from kv_sidecar.saves import FailedSave, MoreTokens, NewSave
 from kv_sidecar.sealed.matching import ASK_S, PrefixQuestion
 from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.tiers.memory_store import Place
@@ -88,7 +88,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             fingerprint=request.fingerprint,
             rank=request.rank,
             world_size=request.world_size,
-            token_ids=tuple(request.token_ids),
+            token_ids=_token_ids(request.token_ids),
             expires_at_ms=request.expires_at_ms,
             started_at_ms=request.started_at_ms,
             groups=tuple(value_of(KVGroup, group) for group in request.groups),
@@ -96,6 +96,19 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         )
         prepared = await self._catalog.prepare_save(new)
         return pb.PrepareSaveResponse(missing_files=prepared.missing_files, num_files=prepared.num_files)
+
+    @override
+    async def ExtendSave(self, request: pb.ExtendSaveRequest, context: Context) -> pb.ExtendSaveResponse:
+        more = MoreTokens(
+            tenant=request.tenant,
+            cache_ref=request.cache_ref,
+            rank=request.rank,
+            first_token=request.first_token,
+            token_ids=_token_ids(request.token_ids),
+            early=request.early,
+        )
+        prepared = await self._catalog.extend_save(more)
+        return pb.ExtendSaveResponse(missing_files=prepared.missing_files, num_files=prepared.num_files)
 
     @override
     async def SaveBlocks(
@@ -312,6 +325,13 @@ def serve(sidecar: Sidecar, addresses: list[str], *, tracer: Tracer = NO_TRACER)
     server = plain_server(tls=sidecar.tls, max_concurrent_rpcs=calls_max, tracer=tracer)
     pb_grpc.add_KVSidecarServiceServicer_to_server(KVSidecarServicer(sidecar), server)
     return GrpcServer(server, service_name=SERVICE_NAME, addresses=addresses, tls=sidecar.tls)
+
+
+def _token_ids(packed: bytes) -> tuple[int, ...]:
+    try:
+        return unpack_token_ids(packed)
+    except ValueError as exc:
+        raise InvalidRequest("token ids must have four bytes each", param="token_ids") from exc
 
 
 def _in_slot(block: FetchedBlock) -> pb.LoadBlocksResponse:

@@ -214,6 +214,8 @@ class PrepareSaveRequest(google.protobuf.message.Message):
     """Rank."""
     world_size: builtins.int
     """Ranks that must seal."""
+    token_ids: builtins.bytes
+    """Tokens that have valid KV, oldest first, as little-endian u32."""
     expires_at_ms: builtins.int
     """Unix time in ms after which the manifest is garbage."""
     started_at_ms: builtins.int
@@ -221,13 +223,9 @@ class PrepareSaveRequest(google.protobuf.message.Message):
     so the save is welcome. 0: not known, refused for as long as the session's deletion is remembered.
     """
     early: builtins.bool
-    """True: whole files ahead of the save itself, while its request runs. The save that comes under the same name, or the
-    next one of these, has other tokens behind these. It cannot be sealed, and goes with AbandonSave or by its deadline.
+    """True: the first whole files of a save whose request still runs. ExtendSave adds the tokens that follow. Requires one
+    group of full attention, and tokens that fill its blocks. The save cannot be sealed until a call without `early`.
     """
-    @property
-    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Tokens that have valid KV, oldest first."""
-
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
         """What the KV is of, the same for all ranks. Empty: one group of full attention in blocks of the sidecar's size."""
@@ -241,7 +239,7 @@ class PrepareSaveRequest(google.protobuf.message.Message):
         fingerprint: builtins.str = ...,
         rank: builtins.int = ...,
         world_size: builtins.int = ...,
-        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        token_ids: builtins.bytes = ...,
         expires_at_ms: builtins.int = ...,
         started_at_ms: builtins.int = ...,
         groups: collections.abc.Iterable[Global___KVGroup] | None = ...,
@@ -250,6 +248,70 @@ class PrepareSaveRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "early", b"early", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "groups", b"groups", "rank", b"rank", "session_id", b"session_id", "started_at_ms", b"started_at_ms", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
 
 Global___PrepareSaveRequest: typing_extensions.TypeAlias = PrepareSaveRequest
+
+@typing.final
+class ExtendSaveRequest(google.protobuf.message.Message):
+    """ExtendSaveRequest adds tokens to a save."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    CACHE_REF_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    EARLY_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner."""
+    cache_ref: builtins.str
+    """KV being saved."""
+    rank: builtins.int
+    """Rank. It has opened the save by PrepareSave."""
+    first_token: builtins.int
+    """Position of the first of `token_ids`: the tokens that this rank has sent, or fewer."""
+    token_ids: builtins.bytes
+    """Tokens from there on, as little-endian u32. Tokens that the sidecar has already are compared. May be empty."""
+    early: builtins.bool
+    """True: more tokens follow, and these end with a whole block. False: the context ends here, and may be sealed."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        cache_ref: builtins.str = ...,
+        rank: builtins.int = ...,
+        first_token: builtins.int = ...,
+        token_ids: builtins.bytes = ...,
+        early: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "early", b"early", "first_token", b"first_token", "rank", b"rank", "tenant", b"tenant", "token_ids", b"token_ids"]) -> None: ...
+
+Global___ExtendSaveRequest: typing_extensions.TypeAlias = ExtendSaveRequest
+
+@typing.final
+class ExtendSaveResponse(google.protobuf.message.Message):
+    """ExtendSaveResponse names the files to send."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_FILES_FIELD_NUMBER: builtins.int
+    MISSING_FILES_FIELD_NUMBER: builtins.int
+    num_files: builtins.int
+    """Number of files that one rank has so far."""
+    @property
+    def missing_files(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Positions among the context's files that the sidecar lacks, and the tail's. With `early`: of those that end behind
+        `first_token`. Otherwise: of all. The position of a whole block never changes.
+        """
+
+    def __init__(
+        self,
+        *,
+        num_files: builtins.int = ...,
+        missing_files: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["missing_files", b"missing_files", "num_files", b"num_files"]) -> None: ...
+
+Global___ExtendSaveResponse: typing_extensions.TypeAlias = ExtendSaveResponse
 
 @typing.final
 class TokenRun(google.protobuf.message.Message):

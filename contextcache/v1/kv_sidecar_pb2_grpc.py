@@ -45,6 +45,11 @@ class KVSidecarServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PrepareSaveRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PrepareSaveResponse.FromString,
                 _registered_method=True)
+        self.ExtendSave = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/ExtendSave',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ExtendSaveRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ExtendSaveResponse.FromString,
+                _registered_method=True)
         self.LendSlots = channel.unary_unary(
                 '/contextcache.v1.KVSidecarService/LendSlots',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LendSlotsRequest.SerializeToString,
@@ -164,7 +169,16 @@ class KVSidecarServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PrepareSave(self, request, context):
-        """PrepareSave opens a save for one rank and says which blocks are missing, so that only those are copied out of the engine.
+        """PrepareSave opens a save for one rank and names the missing files, so that the engine copies no others. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExtendSave(self, request, context):
+        """ExtendSave adds tokens to a save that PrepareSave opened with `early`, and names the missing files. Idempotent.
+        FAILED_PRECONDITION `save_incomplete`: the sidecar has no such save, or lacks tokens before `first_token`. The rank
+        then opens the save again with all its tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -342,6 +356,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PrepareSaveRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PrepareSaveResponse.SerializeToString,
             ),
+            'ExtendSave': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExtendSave,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ExtendSaveRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ExtendSaveResponse.SerializeToString,
+            ),
             'LendSlots': grpc.unary_unary_rpc_method_handler(
                     servicer.LendSlots,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LendSlotsRequest.FromString,
@@ -503,6 +522,33 @@ class KVSidecarService(object):
             '/contextcache.v1.KVSidecarService/PrepareSave',
             contextcache_dot_v1_dot_kv__sidecar__pb2.PrepareSaveRequest.SerializeToString,
             contextcache_dot_v1_dot_kv__sidecar__pb2.PrepareSaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExtendSave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/ExtendSave',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ExtendSaveRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ExtendSaveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -61,6 +61,21 @@ _KVSidecarServicePrepareSaveType = typing_extensions.TypeVar(
     ],
 )
 
+_KVSidecarServiceExtendSaveType = typing_extensions.TypeVar(
+    '_KVSidecarServiceExtendSaveType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ExtendSaveRequest,
+        contextcache.v1.kv_sidecar_pb2.ExtendSaveResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ExtendSaveRequest,
+        contextcache.v1.kv_sidecar_pb2.ExtendSaveResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ExtendSaveRequest,
+        contextcache.v1.kv_sidecar_pb2.ExtendSaveResponse,
+    ],
+)
+
 _KVSidecarServiceLendSlotsType = typing_extensions.TypeVar(
     '_KVSidecarServiceLendSlotsType',
     bound=grpc.UnaryUnaryMultiCallable[
@@ -376,7 +391,7 @@ _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceResolveType, _KVSidecarServiceMatchPrefixType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceForkContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceListKeptType, _KVSidecarServiceStatsType]):
+class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceExtendSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceResolveType, _KVSidecarServiceMatchPrefixType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceForkContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceListKeptType, _KVSidecarServiceStatsType]):
     """KVSidecarService stores, verifies, shares, expires and hands out KV blocks."""
 
     @typing.overload
@@ -388,6 +403,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.PrepareSaveRequest,
             contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ExtendSaveRequest,
+            contextcache.v1.kv_sidecar_pb2.ExtendSaveResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
@@ -486,6 +505,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
             contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ExtendSaveRequest,
+            contextcache.v1.kv_sidecar_pb2.ExtendSaveResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
             contextcache.v1.kv_sidecar_pb2.LendSlotsResponse,
         ],
@@ -575,7 +598,13 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
     """Handshake tells an engine rank the sidecar's limits and whether there is an arena."""
 
     PrepareSave: _KVSidecarServicePrepareSaveType
-    """PrepareSave opens a save for one rank and says which blocks are missing, so that only those are copied out of the engine."""
+    """PrepareSave opens a save for one rank and names the missing files, so that the engine copies no others. Idempotent."""
+
+    ExtendSave: _KVSidecarServiceExtendSaveType
+    """ExtendSave adds tokens to a save that PrepareSave opened with `early`, and names the missing files. Idempotent.
+    FAILED_PRECONDITION `save_incomplete`: the sidecar has no such save, or lacks tokens before `first_token`. The rank
+    then opens the save again with all its tokens.
+    """
 
     LendSlots: _KVSidecarServiceLendSlotsType
     """LendSlots gives an engine room in the arena for files of a save in flight: for as many of those asked for, in order,
@@ -671,6 +700,10 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PrepareSaveRequest,
         contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ExtendSaveRequest,
+        contextcache.v1.kv_sidecar_pb2.ExtendSaveResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
@@ -775,7 +808,18 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         request: contextcache.v1.kv_sidecar_pb2.PrepareSaveRequest,
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse]]:
-        """PrepareSave opens a save for one rank and says which blocks are missing, so that only those are copied out of the engine."""
+        """PrepareSave opens a save for one rank and names the missing files, so that the engine copies no others. Idempotent."""
+
+    @abc.abstractmethod
+    def ExtendSave(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.ExtendSaveRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.ExtendSaveResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.ExtendSaveResponse]]:
+        """ExtendSave adds tokens to a save that PrepareSave opened with `early`, and names the missing files. Idempotent.
+        FAILED_PRECONDITION `save_incomplete`: the sidecar has no such save, or lacks tokens before `first_token`. The rank
+        then opens the save again with all its tokens.
+        """
 
     @abc.abstractmethod
     def LendSlots(

@@ -21,6 +21,7 @@ from contextcache.clock import SystemClock
 from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import CODE_KEY
+from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.server import serve
 from kv_sidecar.tiers.eviction import rounded
 from tests.kit.engine_rank import EngineRank
@@ -238,7 +239,7 @@ def test_absurd_groups_are_prepared_or_refused_with_a_typed_code(doors: Doors) -
     def check(groups: list[Any]) -> None:
         good = {name: GOOD[name] for name in ("tenant", "session_id", "fingerprint", "rank", "world_size")}
         request = pb.PrepareSaveRequest(
-            **good, cache_ref=new_cache_ref(), expires_at_ms=2**52, token_ids=range(16), groups=groups
+            **good, cache_ref=new_cache_ref(), expires_at_ms=2**52, token_ids=pack_token_ids(range(16)), groups=groups
         )
         error = doors.call("PrepareSave", [request])
 

@@ -12,7 +12,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import ContextDeleted, InvalidRequest, SaveIncomplete
 from contextcache.model import CacheRef
 from contextcache.names import new_cache_ref
-from kv_sidecar.saves import FailedSave, NewSave
+from kv_sidecar.saves import FailedSave, MoreTokens, NewSave
 from tests.kit.kv_blocks import SESSION, TENANT, SidecarUnderTest, new_save
 
 TOKENS = tuple(range(1, 19))
@@ -150,3 +150,30 @@ async def test_a_session_that_is_deleted_takes_what_went_ahead_with_it(kv: Sidec
     assert kv.block_files() == set()
     with pytest.raises(ContextDeleted):
         await kv.catalog.prepare_save(whole(kv, ref))
+
+
+def more(ref: CacheRef, first_token: int, end_token: int, *, early: bool = True, rank: int = 0) -> MoreTokens:
+    return MoreTokens(TENANT, ref, rank, first_token, TOKENS[first_token:end_token], early)
+
+
+async def test_a_save_goes_on_with_new_tokens_alone(kv: SidecarUnderTest) -> None:
+    ref = new_cache_ref()
+    await kv.send_all(ahead(kv, 8, ref))
+    second = await kv.catalog.extend_save(more(ref, 8, 16))
+    for block_index in second.missing_files:
+        await kv.send(whole(kv, ref), block_index)
+    last = await kv.catalog.extend_save(more(ref, 16, 18, early=False))
+    for block_index in last.missing_files:
+        await kv.send(whole(kv, ref), block_index)
+
+    assert (second.missing_files, last.missing_files) == ((2, 3), (4,))
+    assert await kv.catalog.seal(ref, 0)
+    assert await kv.load(whole(kv, ref)) == ["host"] * 5
+
+
+async def test_a_save_that_ended_must_be_opened_again(kv: SidecarUnderTest) -> None:
+    ref = new_cache_ref()
+    await kv.catalog.prepare_save(ahead(kv, 8, ref))
+    for wrong in (more(ref, 12, 16), more(new_cache_ref(), 8, 16), more(ref, 8, 16, rank=1)):
+        with pytest.raises(SaveIncomplete):
+            await kv.catalog.extend_save(wrong)
