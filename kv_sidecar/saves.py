@@ -239,7 +239,6 @@ _COUNTED = frozenset(ERRORS_BY_CODE) | {
     "kv_dtype",
     "no_layers",
     "ranks_differ",
-    "several_groups",
     "unsupported_layers",
     # Ours.
     "pull_failed",

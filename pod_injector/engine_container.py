@@ -24,7 +24,7 @@ from pod_injector.payload_start.context_cache_start import (
 CONTAINER_ANNOTATION = "context-cache.io/container"
 """Names vLLM's container if the injector finds none or several."""
 
-OLDEST_VLLM, NEWEST_VLLM = (0, 29), (0, 32)
+OLDEST_VLLM, NEWEST_VLLM = (0, 32), (0, 32)
 """Versions that the contract was tested with: `make test-vllm VLLM=…`, docs/operations/install.md."""
 _RELEASE = re.compile(r"vllm[\w.-]*:v?(\d+)\.(\d+)")
 _STARTS_VLLM = re.compile(rf"\bvllm\s+serve\b|\b({re.escape(API_SERVER)}|{re.escape(COMMAND_LINE)})\b")

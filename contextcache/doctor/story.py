@@ -39,7 +39,6 @@ _ENGINE_CURES = {
     "failure_policy": 'the engine needs "kv_load_failure_policy": "recompute" in --kv-transfer-config.',
     "no_layers": _MODEL,
     "ranks_differ": "the engine's ranks have different fingerprints: their weights or settings differ.",
-    "several_groups": "windows besides full attention need at least vLLM 0.30.",
     "unsupported_layers": _MODEL,
 }
 """Cure by the reason for which the connector skips an engine."""

@@ -94,7 +94,7 @@ class Rank:
 
         def is_done() -> bool:
             new = self.side.take_results()
-            for name in ("sent", "received", "failed", "bad_block_ids", "ended_saves"):
+            for name in ("sent", "received", "failed", "ended_saves"):
                 getattr(results, name).update(getattr(new, name))
             return bool(results.received) if load else bool(results.sent)
 

@@ -1,4 +1,4 @@
-"""`make test-vllm VLLM=0.29.0`: the engine contract against one version of vLLM, for docs/operations/install.md.
+"""`make test-vllm VLLM=0.32.0`: the engine contract against one version of vLLM, for docs/operations/install.md.
 
 The version lies in a folder of its own in front of `.venv` on the search path, with what it asks for and `.venv` has
 otherwise; each of the contract's rows is one run of pytest. What was seen is kept by version, with the commit.
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the contract against one version, keep and print what was seen; exit 1 when some of it does not hold."""
     given = sys.argv[1:] if arguments is None else arguments
     if not 1 <= len(given) <= 2:
-        say(f"usage: python -m tests.suite.vllm_version 0.29.0 [part of a row's name]\n{__doc__}")
+        say(f"usage: python -m tests.suite.vllm_version 0.32.0 [part of a row's name]\n{__doc__}")
         return 2
     version, only = given[0], given[1] if given[1:] else ""
     try:

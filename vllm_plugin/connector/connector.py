@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 from vllm.distributed.device_communicators import shm_broadcast
-from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -35,7 +35,6 @@ from vllm_plugin.connector.scheduler_side import SchedulerSide
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar, MonotonicClock
 from vllm_plugin.connector.telemetry import ConnectorPromMetrics, ConnectorStats, hit_source
-from vllm_plugin.connector.transfer import Results
 from vllm_plugin.connector.worker_side import WorkerSide
 
 _SPIN_S = 0.004
@@ -103,7 +102,6 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         secret = _read_secret(self._settings)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
-        self._bad_block_ids: set[int] = set()
         self._ended_saves: set[str] = set()
         self._uncarried: UncarriedEngine | None = None
         groups: Sequence[LayerGroup] = ()
@@ -236,18 +234,15 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
-        self.scheduler_side.loads_ended(
-            connector_output.finished_recving or (),
-            getattr(connector_output, "failed_recving", ()),
-            connector_output.invalid_block_ids,
-        )
+        self.scheduler_side.loads_ended(connector_output.finished_recving or (), connector_output.failed_recving)
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, WorkerNews):
             self.scheduler_side.saves_ended(news.ended_saves)
             self.scheduler_side.learn_adapters(news.adapters)
 
+    @override
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Tell vLLM's metrics (>= 0.32) where the tokens come from."""
+        """Tell vLLM's metrics where the tokens come from."""
         if not num_external_tokens:
             return {}
         return {hit_source(self.scheduler_side.tier_of(request)): num_external_tokens}
@@ -315,33 +310,17 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Answer vLLM >= 0.30, which takes failed loads by request; older ones ask the next two methods."""
-        results = self._take_results()
-        return vllm_base.KVConnectorTransferResults(
+        results = self.worker_side.take_results()
+        self._ended_saves |= results.ended_saves
+        return KVConnectorTransferResults(
             finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
         )
-
-    @override
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self._take_results()
-        self._bad_block_ids |= results.bad_block_ids
-        return results.sent or None, results.received or None
-
-    @override
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        bad, self._bad_block_ids = self._bad_block_ids, set()
-        return bad
 
     @override
     def build_connector_worker_meta(self) -> WorkerNews | None:
         ended, self._ended_saves = self._ended_saves, set()
         words = self.worker_side.adapters.take_words()
         return WorkerNews(frozenset(ended), words) if ended or words else None
-
-    def _take_results(self) -> Results:
-        results = self.worker_side.take_results()
-        self._ended_saves |= results.ended_saves
-        return results
 
 
 def _wait_without_spinning(device: str) -> None:
@@ -352,9 +331,9 @@ def _wait_without_spinning(device: str) -> None:
     what it is told within 3 million ticks of the last, as zmq's sender looks no more often whether there is room again:
     1 to 1.5 ms, 3 where a tick is a nanosecond. That long is spun.
     """
-    if device == "cpu" and (spinning := getattr(shm_broadcast, "SpinCondition", None)):
+    if device == "cpu":
         # The instances are older than this connector, and a property goes before what they were made with.
-        spinning.busy_loop_s = property(lambda _reader: _SPIN_S, lambda _reader, _second: None)
+        shm_broadcast.SpinCondition.busy_loop_s = property(lambda _reader: _SPIN_S, lambda _reader, _second: None)
 
 
 def _is_alone(vllm_config: Any) -> bool:
@@ -362,8 +341,7 @@ def _is_alone(vllm_config: Any) -> bool:
 
     vLLM 0.32: `max_concurrent_batches` (async scheduling), `DPEngineCoreProc.run_busy_loop` (experts in parallel).
     """
-    in_flight = getattr(vllm_config, "max_concurrent_batches", 2)
-    return bool(in_flight == 1 and vllm_config.parallel_config.data_parallel_size == 1)
+    return bool(vllm_config.max_concurrent_batches == 1 and vllm_config.parallel_config.data_parallel_size == 1)
 
 
 def _zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
@@ -371,8 +349,7 @@ def _zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
 
     vLLM 0.32 v1/worker/gpu/model_runner.py: `execute_model` zeroes in `update_requests`, before `pre_forward`.
     """
-    is_second = getattr(vllm_config, "use_v2_model_runner", False)
-    return bool(is_second and getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+    return bool(vllm_config.use_v2_model_runner and kv_cache_config.needs_kv_cache_zeroing)
 
 
 def _read_secret(settings: ConnectorSettings) -> bytes:

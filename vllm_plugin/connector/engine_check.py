@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -25,9 +25,8 @@ NULL_BLOCK = 0
 """vLLM's block of nothing: it stands where a request has no block. Its bytes are nobody's KV."""
 
 
-_PLAIN_VALUES, _SCALED_BY_WEIGHTS = 0, 1
-_PLAIN_MODES = frozenset({_PLAIN_VALUES, _SCALED_BY_WEIGHTS})
-"""Of vLLM's `KVQuantMode`, NONE and FP8_PER_TENSOR: plain values, and fp8 with scales of the checkpoint's or 1."""
+_PLAIN_MODES = frozenset({KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR})
+"""Modes whose pages say everything: plain values, and fp8 whose scales come from the checkpoint or are 1."""
 
 
 class UncarriedEngine(Exception):  # a finding about an engine, not a fault
@@ -61,23 +60,19 @@ def carried_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[LayerGroup, 
         raise UncarriedEngine("encoder_decoder", "encoder-decoder models keep KV of data outside the prompt")
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
+        if getattr(parallel, name) > 1:
             raise UncarriedEngine("context_parallel", f"{name} above 1 splits pages")
-    if getattr(parallel, "pipeline_parallel_size", 1) > 1:
+    if parallel.pipeline_parallel_size > 1:
         raise UncarriedEngine("pipeline_parallel", "with pipeline parallelism the ranks have different layers")
     layers = vllm_config.compilation_config.static_forward_context
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise UncarriedEngine("kv_dtype", "each engine computes its own KV scales (calculate_kv_scales)")
     found = tuple(_layer_group(group, layers) for group in kv_cache_config.kv_cache_groups)
     if not found:
         raise UncarriedEngine("no_layers", "the engine has no KV layers")
-    if len(found) > 1 and not hasattr(vllm_base, "KVConnectorTransferResults"):
-        raise UncarriedEngine("several_groups", "layers with several block tables need vLLM 0.30 or newer")
     return found
 
 
 def _layer_group(group: Any, layers: Mapping[str, Any]) -> LayerGroup:
-    if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
+    if not group.enable_kv_transfer or group.host_resident:
         raise UncarriedEngine("unsupported_layers", "vLLM moves the KV of this model itself")
     _require_decoders(group.layer_names, layers)
     kinds = {_kind(spec) for spec in _layer_specs(group.kv_cache_spec)}
@@ -96,18 +91,19 @@ def _kind(spec: Any) -> tuple[KVKind, int]:
         return "state", 0
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
         raise UncarriedEngine("unsupported_layers", f"layers of kind {name} are neither attention nor state layers")
-    if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
+    is_mla = type(spec) is MLAAttentionSpec
+    if (type(spec) is not SlidingWindowSpec and spec.non_causal) or (is_mla and spec.non_causal_multi_token_decode):
         raise UncarriedEngine("unsupported_layers", "layers attend to later tokens")
-    if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "model_version", None):
+    if spec.tokens_per_state != 1 or (is_mla and spec.model_version):
         raise UncarriedEngine("unsupported_layers", f"layers of kind {name} keep one state for several tokens")
-    if (mode := getattr(spec, "kv_quant_mode", _PLAIN_VALUES)) not in _PLAIN_MODES:
-        raise UncarriedEngine("kv_dtype", f"KV of kind {getattr(mode, 'name', mode)} may have scales outside its pages")
+    if spec.kv_quant_mode not in _PLAIN_MODES:
+        raise UncarriedEngine("kv_dtype", f"KV of kind {spec.kv_quant_mode.name} may have scales outside its pages")
     # A window as an attribute of full attention is fine: blocks of all tokens are kept, and only fewer are read.
     if type(spec) is not SlidingWindowSpec:
         return "full_attention", 0
     # Several draft modules look back further: vLLM lets go of blocks as if the window were so much longer, and takes
     # each block that it has made room for to be filled (0.32 SlidingWindowManager.get_num_skipped_tokens).
-    return "sliding_window", spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+    return "sliding_window", spec.sliding_window + spec.extra_retained_tokens
 
 
 def _require_decoders(names: Iterable[str], layers: Mapping[str, Any]) -> None:

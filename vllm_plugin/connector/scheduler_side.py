@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, replace
 from typing import Any
@@ -395,16 +395,15 @@ class SchedulerSide:
         tracked = self._requests.get(request_id)
         return tracked is None or tracked.loading is not None or tracked.load_failed
 
-    def loads_ended(self, received: Iterable[str], failed: Iterable[str], bad_block_ids: Set[int]) -> None:
-        """Take the workers' word on loads: engine request ids, and engine blocks from vLLM before 0.30."""
+    def loads_ended(self, received: Iterable[str], failed: Iterable[str]) -> None:
+        """Take the engine request ids of loads that ended, from the workers."""
         failed_ids = set(failed)
         for request_id in set(received) | failed_ids:
             tracked = self._requests.get(request_id)
             self._estimate.end(request_id, self._clock.now_ms(), is_loaded=request_id not in failed_ids)
             if tracked is None or tracked.loading is None:
                 continue
-            lost_blocks = not bad_block_ids.isdisjoint(tracked.loading.block_ids)
-            tracked.load_failed = tracked.load_failed or lost_blocks or request_id in failed_ids
+            tracked.load_failed = tracked.load_failed or request_id in failed_ids
             tracked.loading = None
 
     def saves_ended(self, cache_refs: Iterable[str]) -> None:

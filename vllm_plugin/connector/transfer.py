@@ -28,8 +28,6 @@ class Results:
     """Requests whose load has ended, well or badly."""
     failed: set[str] = field(default_factory=set)
     """Those of `received` that must be computed."""
-    bad_block_ids: set[int] = field(default_factory=set)
-    """Engine blocks of failed loads."""
     ended_saves: set[str] = field(default_factory=set)
     """cache_refs that were sealed, skipped or given up."""
 
@@ -52,14 +50,13 @@ class ResultBox:
         with self._changed:
             self._results.ended_saves.add(cache_ref)
 
-    def end_load(self, engine_request_id: str, *, bad_block_ids: tuple[int, ...] = ()) -> None:
-        """Tell that a load has ended; with bad blocks it has failed."""
+    def end_load(self, engine_request_id: str, *, is_failed: bool = False) -> None:
+        """Note the end of a load."""
         with self._changed:
             self._changed.notify()
             self._results.received.add(engine_request_id)
-            if bad_block_ids:
+            if is_failed:
                 self._results.failed.add(engine_request_id)
-                self._results.bad_block_ids.update(bad_block_ids)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a load has ended, or blocks may be freed."""

@@ -335,7 +335,6 @@ def test_a_turn_that_is_not_as_it_should_be_is_told(deployment, answer, check, l
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("several_groups", "vLLM 0.30"),
         ("unsupported_layers", "operations/limits"),
         ("failure_policy", "kv_load_failure_policy"),
     ],

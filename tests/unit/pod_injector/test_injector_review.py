@@ -45,7 +45,7 @@ def test_a_pod_that_asks_is_injected():
 @pytest.mark.parametrize(
     ("image", "warned"),
     [
-        ("vllm/vllm-openai:v0.29.0", False),
+        ("vllm/vllm-openai:v0.32.0", False),
         ("vllm/vllm-openai:v0.33.0", True),
         ("registry.example/team/vllm-openai:0.40-cu130@sha256:" + "0" * 64, True),
         ("vllm/vllm-openai:nightly", False),

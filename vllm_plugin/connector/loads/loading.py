@@ -189,7 +189,7 @@ class Loader:
         plan = load.plan
         self._counters.add("failed_loads", reason)
         fail(get_current_span(), reason)
-        self._results.end_load(plan.engine_request_id, bad_block_ids=plan.block_ids)
+        self._results.end_load(plan.engine_request_id, is_failed=True)
         log.warning("load failed", extra={"cache_ref": plan.cache_ref, "reason": reason})
         self._report(plan, pb.LOAD_OUTCOME_FAILED, _Progress(), reason)
 

@@ -191,14 +191,12 @@ def test_no_lookup_is_waited_for_where_that_would_hold_up_another(
     engine.loop.run_to_end("asks")
 
 
-@pytest.mark.parametrize(
-    ("in_flight", "num_engines", "waits"), [(1, 1, True), (2, 1, False), (1, 2, False), (None, 1, False)]
-)
+@pytest.mark.parametrize(("in_flight", "num_engines", "waits"), [(1, 1, True), (2, 1, False), (1, 2, False)])
 def test_a_step_may_wait_only_in_an_engine_where_nobody_waits_for_it(
-    in_flight: int | None, num_engines: int, *, waits: bool
+    in_flight: int, num_engines: int, *, waits: bool
 ) -> None:
-    """Not with async scheduling, not beside other engines that compute in step, not in a vLLM that does not say."""
-    said = {} if in_flight is None else {"max_concurrent_batches": in_flight}
-    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=num_engines), **said)
+    """Not with async scheduling, not beside other engines that compute in step."""
+    parallel = SimpleNamespace(data_parallel_size=num_engines)
+    config = SimpleNamespace(parallel_config=parallel, max_concurrent_batches=in_flight)
 
     assert connector._is_alone(config) is waits

@@ -43,14 +43,19 @@ def config(
     policy: str = "recompute",
     encoder_decoder: bool = False,
     attention: str = "decoder",
-    calculate_kv_scales: bool = False,
     **parallel: int,
 ) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
         model_config=SimpleNamespace(is_encoder_decoder=encoder_decoder),
-        cache_config=SimpleNamespace(calculate_kv_scales=calculate_kv_scales),
-        parallel_config=SimpleNamespace(**parallel),
+        parallel_config=SimpleNamespace(
+            **{
+                "decode_context_parallel_size": 1,
+                "prefill_context_parallel_size": 1,
+                "pipeline_parallel_size": 1,
+                **parallel,
+            }
+        ),
         compilation_config=SimpleNamespace(static_forward_context={"l0": SimpleNamespace(attn_type=attention)}),
     )
 
@@ -107,7 +112,6 @@ def test_of_a_window_that_draft_modules_look_behind_all_is_carried_that_the_engi
         (config(decode_context_parallel_size=2), groups(FULL), "context_parallel"),
         (config(prefill_context_parallel_size=2), groups(FULL), "context_parallel"),
         (config(pipeline_parallel_size=2), groups(FULL), "pipeline_parallel"),
-        (config(calculate_kv_scales=True), groups(FULL), "kv_dtype"),
         (config(), groups(replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD)), "kv_dtype"),
         (config(), groups(replace(SLIDING, kv_quant_mode=KVQuantMode.NVFP4)), "kv_dtype"),
         (config(), groups(), "no_layers"),

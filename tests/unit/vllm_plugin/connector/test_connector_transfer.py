@@ -121,12 +121,12 @@ def test_results_are_taken_once() -> None:
     box = ResultBox()
     box.release_blocks("a")
     box.end_load("b")
-    box.end_load("c", bad_block_ids=(4, 5))
+    box.end_load("c", is_failed=True)
     box.end_save(A)
     taken = box.take()
 
     assert (taken.sent, taken.received, taken.failed) == ({"a"}, {"b", "c"}, {"c"})
-    assert (taken.bad_block_ids, taken.ended_saves) == ({4, 5}, {A})
+    assert taken.ended_saves == {A}
     assert box.take().received == set()
 
 
@@ -161,24 +161,6 @@ def test_the_client_is_made_at_the_first_use_and_never_after_closing() -> None:
     lazy.close()
     with pytest.raises(SidecarUnavailable):
         lazy.get()
-
-
-def test_vllm_before_0_30_is_told_the_blocks_of_a_failed_load(engine: Engine) -> None:
-    answer = engine.save(list(range(1, 100)), A)
-    engine.loop.forget_prefixes()
-    engine.sidecar.corrupt(A)
-    engine.loop.worker.get_transfer_results = lambda ids: _older(engine, ids)
-    engine.loop.add("again", list(range(1, 100)), params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
-    assert engine.loop.computed["again"] == 102
-
-
-def _older(engine: Engine, finished: set[str]) -> object:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
-    sent, received = engine.loop.worker.get_finished(finished)
-    return KVConnectorTransferResults(finished_sending=sent or set(), finished_recving=received or set())
 
 
 def test_ranks_that_differ_turn_the_connector_off(engine: Engine) -> None:
