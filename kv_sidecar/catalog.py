@@ -303,7 +303,13 @@ class ContextCatalog:
 
     def expect_no_more(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
         """Take `expect` back. Harmless when repeated."""
-        self._expected.difference_update((tenant, ref) for ref in cache_refs)
+        for ref in cache_refs:
+            self._expected.discard((tenant, ref))
+            self._saving.announce(ref)
+
+    async def changed(self, cache_ref: CacheRef, *, timeout_s: float) -> None:
+        """Return once KV is sealed, or its save or pull has ended, or after `timeout_s`."""
+        await self._saving.changed(cache_ref, timeout_s=timeout_s)
 
     def mark_pulled(self, cache_ref: CacheRef, rank: int, source: Literal["peer", "object"]) -> None:
         """Note that a rank's blocks come from a peer, or the shared store: the first load of them says so."""

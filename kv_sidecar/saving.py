@@ -191,6 +191,14 @@ class Saving:
             log.info("context sealed", extra={"cache_ref": record.cache_ref, "num_tokens": record.num_tokens})
         self._seals.announce(save.manifest.cache_ref)
 
+    def announce(self, cache_ref: CacheRef) -> None:
+        """Wake the calls that wait for this KV."""
+        self._seals.announce(cache_ref)
+
+    async def changed(self, cache_ref: CacheRef, *, timeout_s: float) -> None:
+        """Return when this KV is announced, or after `timeout_s`."""
+        await self._seals.wait(cache_ref, timeout_s=timeout_s)
+
     async def wait(self, cache_ref: CacheRef, *, timeout_s: float) -> None:
         """Return when the save has ended, one way or the other, or after `timeout_s`."""
         if self._failed.get(cache_ref, self._clock.now_ms()) is None:

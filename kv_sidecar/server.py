@@ -25,6 +25,7 @@ from kv_sidecar.format.manifest import MAX_WORLD_SIZE
 from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.moving.frames import FrameAssembly
 from kv_sidecar.moving.pulling import WaitingTurn, Wanted
+from kv_sidecar.resolve import Question
 from kv_sidecar.saves import FailedSave, MoreTokens, NewSave
 from kv_sidecar.sealed.matching import ASK_S, PrefixQuestion
 from kv_sidecar.sidecar import Sidecar
@@ -180,6 +181,18 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             manifest=message_of(pb.Manifest, manifest),
             tier=TIERS[self._catalog.tier_of(manifest)],
             coming=self._catalog.record(request.cache_ref) is None,
+        )
+
+    @override
+    async def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.ResolveResponse:
+        found = await self._sidecar.resolver.answer(value_of(Question, request))
+        if found.manifest is None:
+            return pb.ResolveResponse(reason=found.reason, missing=found.missing)
+        return pb.ResolveResponse(
+            manifest=message_of(pb.Manifest, found.manifest),
+            tier=TIERS[self._catalog.tier_of(found.manifest)],
+            num_tokens=found.num_tokens,
+            missing=found.missing,
         )
 
     @override

@@ -29,6 +29,7 @@ from kv_sidecar.moving.pulling import MAX_REFS, ConnectPeer, Pulls, WaitingTurn,
 from kv_sidecar.moving.warming import GONE_AFTER, Warming
 from kv_sidecar.orphans import Manager, ManagerQuestions, Orphans
 from kv_sidecar.reclaim import Collector, Removed
+from kv_sidecar.resolve import Resolver
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.index import ManifestRecord
 from kv_sidecar.sealed.manifests import ManifestStore, SealedManifests
@@ -142,6 +143,7 @@ class Sidecar:
             clock=clock,
             metrics=self.metrics,
         )
+        self.resolver = Resolver(self.catalog, self.pulls, self.prefixes, self.shared, self.runtime)
         self.reports = LoadReports(
             clock=clock,
             max_reports=settings.reports_max,

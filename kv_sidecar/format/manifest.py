@@ -127,6 +127,25 @@ def first_blocks(
     return with_files(cut)
 
 
+def restorable_tokens(manifest: Manifest, limit: int) -> int:
+    """Return the most tokens, `limit` at most, after which every group has all that the next token needs; 0: none."""
+    possible = [(1, limit)]
+    for group in manifest.groups:
+        spans = _servable(group)
+        possible = [(max(a, c), min(b, d)) for a, b in possible for c, d in spans if max(a, c) <= min(b, d)]
+    return max((last for _, last in possible), default=0)
+
+
+def _servable(group: KVGroup) -> list[tuple[int, int]]:
+    """Return the lengths that can be continued from the KV of a group, as (first, last), ascending.
+
+    The token after them sees a whole window, whose first block must be there. A state serves its length alone.
+    """
+    if group.kind == "state":
+        return [(end, end) for _, end in group.runs]
+    return [(first + group.window - 1 if first and group.window else 1, end) for first, end in group.runs]
+
+
 FORMAT = "context-cache-manifest-2"
 FORMAT_FORK = "context-cache-manifest-3"
 """Of a fork: format 2, and whose tails it has. Its own name, so that nobody who knows none looks for others."""

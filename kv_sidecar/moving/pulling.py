@@ -295,6 +295,10 @@ class Pulls:
         coming = self._coming.get((tenant, cache_ref))
         return coming is not None and coming.is_late_for(turn, self._clock.now_ms())
 
+    def will_miss(self, tenant: TenantId, cache_ref: CacheRef, wait_ms: int, compute_us_per_token: float) -> bool:
+        """Return whether a pull under way surely takes longer than `wait_ms`, and computing is faster."""
+        return self.is_late(tenant, cache_ref, WaitingTurn(max(wait_ms, 1), compute_us_per_token))
+
     async def close(self) -> None:
         """Refuse new pulls, break off those going on and wait for their end."""
         self._draining = True

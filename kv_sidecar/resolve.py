@@ -1,0 +1,256 @@
+"""The story of the question before a load: which stored KV serves most of a prompt. Read `Resolver.answer` first.
+
+1. The refs that the turn names are opened in order. A ref that is being saved or pulled is waited for.
+2. Where they leave much of the prompt, the tenant's other KV is searched: here, at the peer that the gateway named, in
+   the shared store. Pulls that this starts are waited for as long as they may pay.
+3. The answer is the manifest that serves the most tokens, or the reason for none.
+
+Waits end with an event: a seal, the end of a save, the end of a pull. The question's own times bound them. A wait for a
+pull ends early when the engine is estimated to compute the tokens before they arrive.
+A fault of the cache is a reason. Another tenant's refs are reported like refs that do not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from contextcache.clock import Clock
+from contextcache.errors import (
+    CacheRefNotFound,
+    CacheRefPending,
+    ContextCacheError,
+    FingerprintMismatch,
+    InvalidRequest,
+)
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.names import check_tenant, prompt_ref
+from kv_sidecar.catalog import ContextCatalog
+from kv_sidecar.format.ids import TOKEN_BYTES, check_fingerprint_text, pack_token_ids
+from kv_sidecar.format.manifest import restorable_tokens
+from kv_sidecar.moving.borrowing import Prefixes
+from kv_sidecar.moving.pulling import MAX_REFS, Pulls, Wanted
+from kv_sidecar.runtime import Runtime
+from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.sealed.prefixes import Found, common
+from kv_sidecar.store.writer import SharedTier
+
+REFS_MAX = 16
+WAIT_MS_MAX = 30_000
+NOTHING_LIKE_IT = "no_manifest"
+NOTHING_IN_COMMON = "other_tokens"
+"""A context was named, and the KV under its name begins otherwise."""
+WORLD_SIZE_DIFFERS = "world_size_mismatch"
+_NEW_SHARE = 4
+"""Text behind a whole context that the turn names counts as new up to this part of the context. No search follows."""
+_WAIT_SHARE = 2
+"""Wait for the KV of a prefix at most twice as long as computing would take: the engine's rate is its best."""
+_WAIT_MS_MIN = 20
+"""Shortest wait for the KV of a prefix: estimates below are noise."""
+_LOOK_AGAIN_S = 0.5
+"""Interval between two estimates of a pull that is under way."""
+_MATCH_S = 1.0
+_MATCH_WITH_KV_S = 0.1
+"""Longest search for other KV, without and with KV that the turn names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """An engine's question. Its fields are those of ResolveRequest."""
+
+    tenant: TenantId
+    fingerprint: str
+    world_size: int
+    token_ids: bytes
+    cache_refs: tuple[CacheRef, ...] = ()
+    saving: tuple[CacheRef, ...] = ()
+    wait_ms: int = 0
+    pull_wait_ms: int = 0
+    compute_us_per_token: float = 0.0
+    bring: bool = False
+    tokens_min: int = 0
+    group: SessionId = ""
+    beginning: str = ""
+    peer: str = ""
+    expires_at_ms: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids) // TOKEN_BYTES
+
+    def check(self) -> None:
+        """Raise InvalidRequest for a field out of range."""
+        check_tenant(self.tenant)
+        check_fingerprint_text(self.fingerprint)
+        if len(self.token_ids) % TOKEN_BYTES:
+            raise InvalidRequest("token ids must have four bytes each", param="token_ids")
+        if len(self.cache_refs) > REFS_MAX:
+            raise InvalidRequest(f"a question may name at most {REFS_MAX} cache_refs", param="cache_refs")
+        if not (0 <= self.wait_ms <= WAIT_MS_MAX and 0 <= self.pull_wait_ms <= WAIT_MS_MAX):
+            raise InvalidRequest(f"wait_ms and pull_wait_ms must be 0 to {WAIT_MS_MAX}", param="wait_ms")
+
+
+@dataclass(slots=True)
+class Resolution:
+    """The answer, while it is sought and when it is given."""
+
+    question: Question
+    manifest: Manifest | None = None
+    num_tokens: int = 0
+    """Leading tokens that prompt and manifest share."""
+    num_usable: int = 0
+    """Tokens that the manifest saves the engine."""
+    reason: str = NOTHING_LIKE_IT
+    """Reason for no manifest."""
+    missing: list[CacheRef] = field(default_factory=list)
+    """Named refs that are neither here nor expected."""
+    whole: set[CacheRef] = field(default_factory=set)
+    """Contexts that serve all they share: the checkpoint at their prompt's end adds nothing."""
+
+    @property
+    def limit(self) -> int:
+        """Most tokens that any KV can serve: the engine always computes the last one."""
+        return max(self.question.num_tokens - 1, 1)
+
+    def take(self, manifest: Manifest) -> bool:
+        """Keep a manifest that serves more than the best so far; return whether a search can bring nothing more."""
+        question, length = self.question, len(manifest.token_ids)
+        if manifest.fingerprint != question.fingerprint or manifest.world_size != question.world_size:
+            is_other = manifest.fingerprint != question.fingerprint
+            self.reason = FingerprintMismatch.code if is_other else WORLD_SIZE_DIFFERS
+            return False
+        shared = common(pack_token_ids(manifest.token_ids), question.token_ids) // TOKEN_BYTES
+        if not shared:
+            self.reason = NOTHING_IN_COMMON
+            return False
+        most = min(shared, self.limit)
+        usable = restorable_tokens(manifest, most)
+        if usable == most:
+            self.whole.add(manifest.cache_ref)
+        if self.manifest is None or usable > self.num_usable:
+            self.manifest, self.num_tokens, self.num_usable = manifest, shared, usable
+        is_whole = usable == length and question.num_tokens - usable <= usable // _NEW_SHARE
+        return usable >= question.num_tokens - 1 or is_whole
+
+
+class Resolver:
+    """Answers questions. Used from one event loop."""
+
+    def __init__(
+        self, catalog: ContextCatalog, pulls: Pulls, prefixes: Prefixes, shared: SharedTier | None, runtime: Runtime
+    ) -> None:
+        """`shared`: the tier under the disk; None: KV ends with its pod."""
+        self._catalog = catalog
+        self._pulls = pulls
+        self._prefixes = prefixes
+        self._shared = shared
+        self._clock: Clock = runtime.clock
+        self._threads = runtime.threads
+
+    async def answer(self, question: Question) -> Resolution:
+        """Return the KV that serves most of a prompt. Raises InvalidRequest."""
+        question.check()
+        best, began_at_ms = Resolution(question), self._clock.now_ms()
+        checkpoints = {prompt_ref(ref): ref for ref in question.cache_refs}
+        for ref in question.cache_refs:
+            if checkpoints.get(ref) in best.whole:
+                continue
+            if await self._consider(best, ref, began_at_ms + question.pull_wait_ms, began_at_ms):
+                return best
+        for found in await self._like(best):
+            # The longest KV that is here ends no search: a peer's, which stands last, may be of a newer turn.
+            gained = min(found.num_tokens, question.num_tokens - 1) - best.num_usable
+            if gained > 0 and found.cache_ref not in question.cache_refs:
+                by_ms = self._clock.now_ms() + _worth_ms(question, gained)
+                await self._consider(best, found.cache_ref, by_ms, began_at_ms)
+        return best
+
+    async def manifest(self, tenant: TenantId, cache_ref: CacheRef, *, bring: bool = False) -> Manifest:
+        """Return a sealed manifest as `ContextCatalog.open` does; the shared store learns of the use.
+
+        `bring`: KV that is not here is fetched from the store, and pending. Raises CacheRefNotFound, CacheRefPending.
+        """
+        try:
+            manifest = await self._catalog.open(tenant, cache_ref)
+        except CacheRefPending:
+            raise
+        except CacheRefNotFound:
+            if not (bring and self.bring(tenant, [cache_ref])):
+                raise
+            raise CacheRefPending("the KV is not sealed yet") from None
+        if self._shared is not None:
+            self._shared.note_use(tenant, manifest.session_id, cache_ref)
+        return manifest
+
+    def bring(self, tenant: TenantId, cache_refs: Sequence[CacheRef]) -> bool:
+        """Begin to fetch KV that is not here from the shared store; return whether it may come."""
+        if self._shared is None or not cache_refs:
+            return False
+        return self._pulls.start(Wanted(tenant, tuple(cache_refs)[:MAX_REFS], peer="")).outcome == "started"
+
+    async def _consider(self, best: Resolution, cache_ref: CacheRef, by_ms: int, began_at_ms: int) -> bool:
+        """Open KV, once it is there, and take it; return whether a search can bring nothing more."""
+        named = cache_ref in best.question.cache_refs
+        try:
+            manifest = await self._settled(best.question, cache_ref, by_ms, began_at_ms, bring=named)
+        except ContextCacheError as exc:
+            if named and best.manifest is None:
+                best.reason = exc.code
+            if named and isinstance(exc, CacheRefNotFound) and not isinstance(exc, CacheRefPending):
+                best.missing.append(cache_ref)
+            return False
+        return await self._threads.run(best.take, manifest)
+
+    async def _settled(
+        self, question: Question, cache_ref: CacheRef, by_ms: int, began_at_ms: int, *, bring: bool
+    ) -> Manifest:
+        """Return a manifest, after its seal at the latest `by_ms`. Raises CacheRefNotFound, CacheRefPending."""
+        tenant, bring = question.tenant, bring and question.bring
+        while True:
+            try:
+                return await self.manifest(tenant, cache_ref, bring=bring)
+            except CacheRefPending as exc:
+                pending: CacheRefNotFound = exc
+                left_ms = by_ms - self._clock.now_ms()
+                if self._pulls.will_miss(tenant, cache_ref, left_ms, question.compute_us_per_token):
+                    raise
+            except CacheRefNotFound as exc:
+                pending = exc
+                left_ms = began_at_ms + question.wait_ms - self._clock.now_ms()
+                if cache_ref not in question.saving or self._catalog.save_failure(tenant, cache_ref):
+                    raise
+            if left_ms <= 0:
+                raise pending
+            await self._catalog.changed(cache_ref, timeout_s=min(left_ms / 1000, _LOOK_AGAIN_S))
+
+    async def _like(self, best: Resolution) -> Sequence[Found]:
+        """Return other KV of the tenant that begins like the prompt and adds enough; KV on its way stands last."""
+        question = best.question
+        tokens_min = best.num_usable + question.tokens_min
+        if not question.tokens_min or question.num_tokens <= tokens_min:
+            return ()
+        wanted = PrefixQuestion(
+            tenant=question.tenant,
+            fingerprint=question.fingerprint,
+            token_ids=question.token_ids,
+            tokens_min=tokens_min,
+            expires_at_ms=question.expires_at_ms,
+            group=question.group,
+            beginning=question.beginning,
+            peer=question.peer,
+        )
+        try:
+            async with asyncio.timeout(_MATCH_WITH_KV_S if best.num_usable else _MATCH_S):
+                return await self._prefixes.find(wanted)
+        except (ContextCacheError, TimeoutError):
+            return ()
+
+
+def _worth_ms(question: Question, num_tokens: int) -> int:
+    """Return how long the KV of so many tokens is worth waiting for."""
+    if not question.compute_us_per_token:
+        return question.pull_wait_ms
+    compute_ms = int(num_tokens * question.compute_us_per_token) // 1000
+    return min(max(_WAIT_SHARE * compute_ms, _WAIT_MS_MIN), question.pull_wait_ms)
