@@ -401,6 +401,7 @@ class ContextCatalog:
         *,
         in_slots: bool,
         lease: LeaseTerms | None = None,
+        verify: bool = False,
     ) -> AsyncGenerator[FetchedBlock, None]:
         """Yield verified blocks in order; they stay in place until the generator is closed, or the lease is over.
 
@@ -419,7 +420,7 @@ class ContextCatalog:
         leased = None
         if lease is not None:
             leased = self._leases.open(lease, [block_key(manifest, index, rank) for index in wanted])
-        blocks = self._tiers.fetch(manifest, rank, wanted, in_slots=in_slots, leased=leased)
+        blocks = self._tiers.fetch(manifest, rank, wanted, in_slots=in_slots, leased=leased, verify=verify)
         is_fresh = self._take_fresh(manifest.cache_ref, rank)
         served = 0
         try:

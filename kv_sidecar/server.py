@@ -40,8 +40,8 @@ MAX_WAIT_REPORT_MS = 1_000
 MAX_WAIT_SLOT_MS = 1_000
 MAX_ASK_S = 2.0
 MAX_LENT_AT_ONCE = 4_096
-MAX_MORE = 31
-"""Files in slots that one message names besides the first: the engine begins to copy while the next ones come."""
+MAX_MORE = 4_095
+"""Files in slots that one message names besides the first. 4 096 entries of about 100 bytes stay below gRPC's limit."""
 TIERS: dict[str, pb.Tier.ValueType] = {
     "host": pb.TIER_HOST,
     "disk": pb.TIER_DISK,
@@ -225,6 +225,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             request.block_indices,
             in_slots=request.borrower in self._sidecar.memory.borrowers,
             lease=LeaseTerms(request.lease_id, request.lease_ms) if request.lease_id else None,
+            verify=request.verify,
         )
         together = pb.LoadBlocksResponse()
         try:

@@ -464,20 +464,26 @@ class Slot(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     SLOT_ID_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     offset: builtins.int
     """Where it begins, in bytes."""
     size_bytes: builtins.int
     """How long it is."""
     slot_id: builtins.int
     """Of a lent slot: never given twice. 0: of a slot that is to be read."""
+    generation: builtins.int
+    """Of a slot that is to be read: counter of its first page in the arena when the slot was named. The sidecar raises the
+    counter before it lends the slot again.
+    """
     def __init__(
         self,
         *,
         offset: builtins.int = ...,
         size_bytes: builtins.int = ...,
         slot_id: builtins.int = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["offset", b"offset", "size_bytes", b"size_bytes", "slot_id", b"slot_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "offset", b"offset", "size_bytes", b"size_bytes", "slot_id", b"slot_id"]) -> None: ...
 
 Global___Slot: typing_extensions.TypeAlias = Slot
 
@@ -1232,6 +1238,7 @@ class LoadBlocksRequest(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
     BORROWER_FIELD_NUMBER: builtins.int
+    VERIFY_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     cache_ref: builtins.str
@@ -1252,6 +1259,10 @@ class LoadBlocksRequest(google.protobuf.message.Message):
     """Longest time of the lease in ms; the sidecar has a limit of its own."""
     borrower: builtins.str
     """Who asks, as the arena's socket called it: files may be answered with slots. Empty, or not known: frames."""
+    verify: builtins.bool
+    """True: the engine found a copy corrupt. The sidecar compares each file's bytes before it names a slot, drops or
+    quarantines a bad copy and serves another one.
+    """
     @property
     def block_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Positions wanted among the context's files, in order."""
@@ -1269,8 +1280,9 @@ class LoadBlocksRequest(google.protobuf.message.Message):
         lease_id: builtins.str = ...,
         lease_ms: builtins.int = ...,
         borrower: builtins.str = ...,
+        verify: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_indices", b"block_indices", "borrower", b"borrower", "cache_ref", b"cache_ref", "disk_files", b"disk_files", "fingerprint", b"fingerprint", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "rank", b"rank", "shared_memory", b"shared_memory", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_indices", b"block_indices", "borrower", b"borrower", "cache_ref", b"cache_ref", "disk_files", b"disk_files", "fingerprint", b"fingerprint", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "rank", b"rank", "shared_memory", b"shared_memory", "tenant", b"tenant", "verify", b"verify"]) -> None: ...
 
 Global___LoadBlocksRequest: typing_extensions.TypeAlias = LoadBlocksRequest
 

@@ -163,19 +163,25 @@ class Tiers:
         *,
         in_slots: bool,
         leased: Pins | None = None,
+        verify: bool = False,
     ) -> AsyncGenerator[FetchedBlock, None]:
         """Yield blocks in order, reading ahead; they stay in memory until the generator is closed.
 
         `leased`: where they are pinned instead, for as long as that is open.
 
         `in_slots`: slots are named where possible, without a look at what is in them: the engine compares heads and
-        bytes of what it copies, and asks for it in frames when they are wrong.
+        bytes of what it copies, and asks again with `verify` when they are wrong. Then every byte is compared before a
+        slot is named, and a bad copy in memory is dropped.
 
         Raises CacheRefNotFound when a block has gone, CorruptBlock when its bytes are wrong.
         """
         pins = leased or self.memory.pins()
         served = self._in_slots if in_slots else self._in_frames
         try:
+            if verify and in_slots:
+                async with aclosing(self._in_frames(manifest, rank, block_indices, pins)) as compared:
+                    async for _ in compared:
+                        pass
             async with aclosing(served(manifest, rank, block_indices, pins)) as blocks:
                 async for block in blocks:
                     yield block

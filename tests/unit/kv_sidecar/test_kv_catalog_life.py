@@ -21,6 +21,7 @@ from contextcache.errors import (
 )
 from contextcache.model import CacheRef, Manifest
 from contextcache.names import new_cache_ref
+from kv_sidecar.format.block_file import parse_block_file
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, block_key, rank_keys
 from kv_sidecar.reclaim import Removed
@@ -528,6 +529,21 @@ async def test_blocks_come_in_the_order_asked_for(kv: SidecarUnderTest) -> None:
     blocks = kv.catalog.load(manifest, new.fingerprint, 0, [2, 0], in_slots=True)
 
     assert [block.block_index async for block in blocks] == [2, 0]
+
+
+async def test_a_bad_copy_in_memory_is_dropped_when_the_engine_asks_for_a_comparison(kv: SidecarUnderTest) -> None:
+    """Seen failing without the pass that compares: the slot that is named holds the bad copy."""
+    new = await kv.save(PROMPT)
+    manifest = await kv.catalog.open(TENANT, new.cache_ref)
+    async with aclosing(kv.catalog.load(manifest, new.fingerprint, 0, [1], in_slots=True)) as blocks:
+        bad = (await anext(blocks)).slot
+        assert bad is not None
+        kv.memory.view(bad)[-1] ^= 0xFF
+    blocks = kv.catalog.load(manifest, new.fingerprint, 0, [1], in_slots=True, verify=True)
+    served = [(block.slot, bytes(kv.memory.view(block.slot)) if block.slot else b"") async for block in blocks]
+
+    parse_block_file(served[0][1]).verify()
+    assert served[0][0] != bad
 
 
 async def test_a_context_larger_than_memory_is_served_and_the_limit_holds(tmp_path: Path, clock: ManualClock) -> None:
