@@ -50,7 +50,7 @@ from vllm_plugin.connector.worker_side import WorkerSide
 TENANT = "demo"
 WARM_TOKENS = 1024
 """Of the context that a restarted sidecar loads first."""
-DEADLINE_MS = 120_000
+DEADLINE_FACTOR, DEADLINE_MS = 24, 120_000
 MEASURED: Mapping[str, tuple[str, float | None]] = {
     "memcpy": ("memcpy", None),
     "raw read, warm": ("memcpy", None),
@@ -127,8 +127,7 @@ class Rank:
             compilation_config=SimpleNamespace(static_forward_context={}),
             load_config=SimpleNamespace(load_format="dummy"),
         )
-        deadlines = dict.fromkeys(("prepare_deadline_ms", "save_deadline_ms", "load_deadline_ms"), DEADLINE_MS)
-        settings = ConnectorSettings.from_extra_config({"sidecar": address, "secret_file": "none", **deadlines})
+        settings = ConnectorSettings(address, "none", deadline_factor=DEADLINE_FACTOR)
         pages = (num_blocks, shape.heads, shape.block_tokens, 2 * shape.head_dim)
         kv = {f"layer.{number}": torch.empty(pages, dtype=torch.bfloat16) for number in range(shape.layers)}
         groups, clock = [LayerGroup("full_attention", shape.block_tokens, 0, tuple(kv))], MonotonicClock()

@@ -177,7 +177,7 @@ def other_values(path: str, node: dict, default: Any) -> list[Any]:
         "attendantResources": {"limits": {"memory": "900Gi"}},
         "extraEnv": [{"name": "OTHER", "value": "1"}],
         "turn": {"replayThreshold": 0.5},
-        "connector": {"load_threads": 7},
+        "connector": {"deadline_factor": 7},
         "interval": "7s",
         "digest": DIGEST,
         "podSecurityContext": {"runAsUser": 7},

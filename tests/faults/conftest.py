@@ -19,12 +19,7 @@ _PATIENCE = {
     "TURN_REPORT_DEADLINE_MS": "1000",
 }
 """Beside other tests a part stands still for seconds; what breaks costs less than BOUND_S all the same."""
-_CONNECTOR = {
-    "manifest_deadline_ms": 5000,
-    "own_save_wait_ms": 5000,
-    "prepare_deadline_ms": 10_000,
-    "load_deadline_ms": 10_000,
-}
+_CONNECTOR = {"deadline_factor": 3}
 
 
 @pytest.fixture(scope="session")

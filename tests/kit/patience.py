@@ -6,12 +6,7 @@ The deadlines themselves are unit-tested, on injected clocks.
 from __future__ import annotations
 
 CONNECTOR = {
-    "manifest_deadline_ms": 20_000,
-    "own_save_wait_ms": 30_000,
-    "pull_wait_ms": 30_000,
-    "prepare_deadline_ms": 20_000,
-    "load_deadline_ms": 30_000,
-    "save_deadline_ms": 60_000,
+    "deadline_factor": 10,
     "load_always_ms": 60_000,
 }
 """For `kv_connector_extra_config`."""

@@ -45,7 +45,7 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restored]:
     sidecar.start()
     (directory / "secret").write_bytes(SECRET)
     model = str(make_tiny_model(directory / "model"))
-    settings = {"staging_limit_bytes": BLOCK_BYTES + HEAD_BYTES, "load_threads": len(PROMPTS)}
+    settings = {"staging_limit_bytes": BLOCK_BYTES + HEAD_BYTES}
     start = Start(model, sidecar.address, str(directory / "secret"), connector=settings)
     refs = [new_cache_ref() for _ in PROMPTS]
     with TinyEngine(start) as engine:

@@ -1,6 +1,6 @@
-"""The connector's settings: a frozen value made from vLLM's `kv_connector_extra_config`. Reads nothing else.
+"""The connector's settings and bounds, made from vLLM's `kv_connector_extra_config`. Reads nothing else.
 
-Given as JSON inside `--kv-transfer-config`; unknown keys are refused, so that a misspelt one is not ignored.
+Settings are JSON inside `--kv-transfer-config`. Unknown keys are refused, so that a misspelt key is noticed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,39 @@ WEIGHTS_UNNAMED = "0"
 """`weights_epoch` of weights that the operator gave no name."""
 
 CODEC_NONE = "none"
-_CODECS = (CODEC_NONE, "q8", "q4")
-_EARLY_SAVES = ("auto", "on", "off")
+_CHOICES = {"codec": (CODEC_NONE, "q8", "q4"), "early_saves": ("auto", "on", "off")}
+
+
+class Bounds:
+    """Constants: no operator had to change one."""
+
+    __slots__ = ()
+
+    save_bytes_per_ms_min = 100_000
+    """Slowest rate of a save: each such number of bytes allows one more ms (100 MB/s, a slow disk). Counts only for
+    contexts larger than the staging, because smaller contexts are copied at once."""
+    load_bytes_per_ms_min = 100_000
+    """Slowest rate of a load: each such number of bytes allows one more ms (100 MB/s, a slow disk)."""
+    match_tokens_min = 64
+    """Minimum tokens that a prefix match in other KV of the tenant must add to the turn's own KV. Two prompts of one
+    template always share a few tokens."""
+    lookup_threads = 16
+    """Look-ups in flight at once. A look-up that waits for a save or a pull keeps its thread. A sidecar runs fewer
+    pulls at once than this, so such waits never block other look-ups."""
+    load_threads = 2
+    """Loads copied at once. One load fills about one memory channel."""
+    save_threads = 4
+    """Saves gathered at once, and as many handed over at once. Small saves then pass large saves that wait for room."""
+    queue_limit = 64
+    """Maximum waiting loads, saves and look-ups, each. Beyond it a load becomes a computation and a save is skipped."""
+    shutdown_deadline_ms = 2_000
+    """Maximum time for which `shutdown` waits for seals and threads. vLLM kills a worker that takes longer than
+    VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS (5)."""
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectorSettings:
-    """One field per key; the comment under each says unit and reason."""
+class ConnectorSettings(Bounds):
+    """One field per key. The text under each says unit and reason."""
 
     sidecar: str
     """gRPC address of the kv-sidecar, such as `unix:///run/context-cache/sidecar.sock`. Required."""
@@ -41,56 +67,54 @@ class ConnectorSettings:
     """Encoding of stored KV: `none`, as it is; `q8`, 8.5 bits per number; `q4`, 4.5 bits. `q8` and `q4` take half or a
     quarter of the bytes of bf16 and some CPU time. Restored KV then differs a little from the computed one
     (docs/project/codec.md). KV stored with another codec is a miss."""
-    manifest_deadline_ms: int = 1_000
-    """Maximum wait for a manifest before the request is computed. A look-up takes milliseconds, and a dead sidecar
-    refuses at once. Only a hanging sidecar comes near the limit. After one such wait the limit is a tenth, until the
-    sidecar answers again."""
-    own_save_wait_ms: int = 2_000
-    """Maximum wait for a manifest that this engine is still saving: the next turn may come before the seal."""
-    pull_wait_ms: int = 2_000
-    """Maximum wait for KV that the sidecar is pulling from another pod, from its first answer that says so. After that
-    the engine computes the tokens that have not arrived. The next turn starts from the complete pull."""
-    prepare_deadline_ms: int = 2_000
-    """Maximum time for which a finished request's blocks wait to be saved, plus the allowance of the next setting.
-    Also the maximum time without progress at the sidecar. After it the blocks are freed unsaved."""
-    save_bytes_per_ms_min: int = 100_000
-    """Slowest rate of a save: each such number of bytes allows one more ms (100 MB/s, a slow disk). Counts only for
-    contexts larger than the staging, because smaller ones are copied at once."""
-    save_deadline_ms: int = 30_000
-    """Maximum time of one call that hands over some 64 MiB, or that seals, after a save's blocks were copied."""
-    load_deadline_ms: int = 5_000
-    """Maximum time of one load, plus the allowance of the next setting. After it the request is computed."""
-    load_bytes_per_ms_min: int = 100_000
-    """Slowest rate of a load: each such number of bytes allows one more ms (100 MB/s, a slow disk)."""
-    match_tokens_min: int = 64
-    """Minimum tokens that a prefix match in other KV of the tenant must add to the turn's own KV. Two prompts of one
-    template always share a few tokens."""
     match_prefix: bool = True
     """Start new contexts, and contexts without KV, from the longest prefix in any KV of the tenant."""
     load_always_ms: int = 20
     """A load with a shorter estimate always runs. A longer one runs only if computing is estimated to take longer.
     Short estimates are noise. Raise it to spare the GPU, which may delay first tokens: an H200 computes 900 tokens of
     an 8B model in 20 ms."""
-    lookup_threads: int = 16
-    """Manifest look-ups in flight at once. A look-up that waits for a save or a pull keeps its thread. A sidecar runs
-    fewer pulls at once than this, so such waits never block other look-ups."""
-    load_threads: int = 2
-    """Loads copied at once. One load fills about one memory channel."""
-    save_threads: int = 4
-    """Saves gathered at once, and as many handed over at once. Small saves can then pass large ones that wait for
-    room."""
-    queue_limit: int = 64
-    """Maximum waiting loads, saves and look-ups, each. Beyond it a load becomes a computation and a save is
-    skipped."""
-    prefault_kv_cache: bool = True
-    """Touch a CPU engine's KV memory at its start, not in the first restores (copies/layout.py). All of it is then
-    resident at once. No effect on GPUs."""
+    deadline_factor: int = 1
+    """Factor on every deadline of look-ups, loads and saves (docs/operations/waits.md). Raise it on machines where a
+    process may stand still for seconds."""
     traces_endpoint: str = ""
     """OTLP/gRPC address of a trace collector, http://host:4317 or https://…. Empty: no spans of loads and saves. The
     first process of a turn decides whether it is traced."""
-    shutdown_deadline_ms: int = 2_000
-    """Maximum time for which `shutdown` waits for seals and threads. vLLM kills a worker that takes longer than
-    VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS (5)."""
+
+    @property
+    def manifest_deadline_ms(self) -> int:
+        """Maximum wait for an answer that the sidecar has at hand. Only a hanging sidecar comes near the limit.
+
+        After one such wait the limit is a tenth, until the sidecar answers again.
+        """
+        return 1_000 * self.deadline_factor
+
+    @property
+    def own_save_wait_ms(self) -> int:
+        """Maximum wait for KV that this engine is still saving: the next turn may come before the seal."""
+        return 2_000 * self.deadline_factor
+
+    @property
+    def pull_wait_ms(self) -> int:
+        """Maximum wait for KV that the sidecar is pulling from another pod. Then the engine computes."""
+        return 2_000 * self.deadline_factor
+
+    @property
+    def prepare_deadline_ms(self) -> int:
+        """Maximum time for which a finished request's blocks wait to be saved, plus the allowance for its bytes.
+
+        Also the maximum time without progress at the sidecar. After it the blocks are freed unsaved.
+        """
+        return 2_000 * self.deadline_factor
+
+    @property
+    def save_deadline_ms(self) -> int:
+        """Maximum time of one call that hands over some 64 MiB, or that seals, after a save's blocks were copied."""
+        return 30_000 * self.deadline_factor
+
+    @property
+    def load_deadline_ms(self) -> int:
+        """Maximum time of one load, plus the allowance for its bytes. After it the request is computed."""
+        return 5_000 * self.deadline_factor
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -107,10 +131,8 @@ class ConnectorSettings:
                 raise ValueError(f"kv_connector_extra_config {name!r} must be of type {wanted}")
             if wanted == "int" and value < 1:
                 raise ValueError(f"kv_connector_extra_config {name!r} must be 1 or more")
-        if extra.get("early_saves", "auto") not in _EARLY_SAVES:
-            raise ValueError(f"kv_connector_extra_config 'early_saves' must be one of {', '.join(_EARLY_SAVES)}")
-        if extra.get("codec", CODEC_NONE) not in _CODECS:
-            raise ValueError(f"kv_connector_extra_config 'codec' must be one of {', '.join(_CODECS)}")
+            if name in _CHOICES and value not in _CHOICES[name]:
+                raise ValueError(f"kv_connector_extra_config {name!r} must be one of {', '.join(_CHOICES[name])}")
         return cls(**extra)
 
     def sends_ahead(self, device: str) -> bool:

@@ -130,9 +130,8 @@ class WorkerSide:
         )
         self._layers = layers
         self._greet()
-        if self._settings.prefault_kv_cache:
-            tensors = list(kv_caches.values())
-            self._load_pool.try_submit(lambda: self._prefault(tensors))
+        tensors = list(kv_caches.values())
+        self._load_pool.try_submit(lambda: self._prefault(tensors))
 
     def _tell_uncoded(self, reasons: Sequence[str]) -> None:
         for reason in reasons:

@@ -21,6 +21,7 @@ from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, sign_kv_transfer
 from tests.kit.scheduler_loop import LoopConfig, SchedulerLoop
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from tests.unit.vllm_plugin.connector.loop_connector import LoopConnector
+from vllm_plugin.connector.settings import Bounds
 
 SECRET = b"a secret for tests, 32 bytes or more"
 ARENA_BYTES = 16 << 20
@@ -79,8 +80,10 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start_engine(model_directory: Path, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    """Return a function that makes engines; all share one sidecar."""
+def start_engine(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Engine]]:
+    """Return a function that makes engines; all share one sidecar. `bounds`: constants of the settings, changed."""
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     loops: list[SchedulerLoop] = []
@@ -89,11 +92,14 @@ def start_engine(model_directory: Path, tmp_path: Path) -> Iterator[Callable[...
         *,
         sidecar: FakeSidecar | None = None,
         extra: dict[str, Any] | None = None,
+        bounds: dict[str, int] | None = None,
         directory: Path = model_directory,
         **config: Any,
     ) -> Engine:
         LoopConnector.sidecar = sidecar or FakeSidecar(arena_bytes=ARENA_BYTES)
         LoopConnector.clock = ManualClock()
+        for name, value in (bounds or {}).items():
+            monkeypatch.setattr(Bounds, name, value)
         settings = {"sidecar": "unix:///nowhere", "secret_file": str(secret), **(extra or {})}
         loop = SchedulerLoop(
             LoopConfig(

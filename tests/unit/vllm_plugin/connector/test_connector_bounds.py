@@ -28,7 +28,7 @@ def saved(engine: Engine) -> list[int]:
 
 
 def test_a_load_has_the_time_that_its_bytes_take_at_the_slowest_rate(start_engine: Start) -> None:
-    engine = start_engine(extra={"load_bytes_per_ms_min": 1})
+    engine = start_engine(bounds={"load_bytes_per_ms_min": 1})
     hang = engine.sidecar.hang["load_block"] = threading.Event()
     answer = saved(engine)
     engine.loop.connector.scheduler_side._requests["again"].lookup.future.result(30)
@@ -42,7 +42,7 @@ def test_a_load_has_the_time_that_its_bytes_take_at_the_slowest_rate(start_engin
 
 
 def test_as_many_questions_are_asked_at_once_as_there_are_threads_for(start_engine: Start) -> None:
-    engine = start_engine(extra={"lookup_threads": 1})
+    engine = start_engine(bounds={"lookup_threads": 1})
     engine.sidecar.pulling.add(B)
     engine.loop.add("waits", [7, *PROMPT], max_tokens=1, params=transfer(load=(B,)))
     engine.sidecar.wait_for("pending 2")
@@ -56,16 +56,13 @@ def test_as_many_questions_are_asked_at_once_as_there_are_threads_for(start_engi
     question.result(30)
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_kv_memory_is_touched_at_the_start_unless_told_not_to(
-    start_engine: Start, monkeypatch: pytest.MonkeyPatch, wanted: bool
-) -> None:
+def test_kv_memory_is_touched_at_the_start(start_engine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     touched = threading.Event()
     monkeypatch.setattr(worker_side, "prefault", lambda *_given, **_how: touched.set())
-    engine = start_engine(extra={"prefault_kv_cache": wanted})
+    engine = start_engine()
     engine.loop.settle()
 
-    assert touched.is_set() is wanted
+    assert touched.is_set()
 
 
 def test_a_step_is_held_for_a_moment_only_while_nothing_is_computed(engine: Engine) -> None:

@@ -96,7 +96,7 @@ def test_while_every_thread_hangs_loads_fail_at_once_and_later_ones_work_again(
     start_engine: Callable[..., Engine],
 ) -> None:
     """Seen failing with the check taken out of `_start_load`: the load was tried, and waited for its deadline."""
-    engine = start_engine(extra={"load_threads": 1})
+    engine = start_engine(bounds={"load_threads": 1})
     answer = engine.save(PROMPT, A)
     engine.loop.forget_prefixes()
     hang = start_hanging(engine, ["first"])

@@ -347,7 +347,7 @@ def test_a_load_past_its_deadline_fails_and_the_request_goes_on(engine: Engine) 
 
 
 def test_a_load_that_no_thread_has_begun_is_given_up_at_its_deadline(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine(extra={"load_threads": 1})
+    engine = start_engine(bounds={"load_threads": 1})
     answer = saved(engine)
     hang = engine.sidecar.hang["load_block"] = threading.Event()
     engine.loop.add("first", PROMPT, params=transfer(load=(A,)))
@@ -719,7 +719,7 @@ def test_a_new_request_starts_from_whatever_the_tenant_has_when_that_is_enough_t
     start_engine: Callable[..., Engine],
 ) -> None:
     for tokens_min, matches, loads in ((64, True, 1), (len(PROMPT) + 1, True, 0), (64, False, 0)):
-        engine = start_engine(extra={"match_tokens_min": tokens_min, "match_prefix": matches})
+        engine = start_engine(extra={"match_prefix": matches}, bounds={"match_tokens_min": tokens_min})
         engine.loop.add("first", PROMPT, params=transfer(save=A))
         engine.loop.run_to_end("first")
         engine.loop.forget_prefixes()

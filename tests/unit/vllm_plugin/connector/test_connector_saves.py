@@ -85,7 +85,7 @@ def test_a_slow_upload_does_not_hold_the_engines_blocks(engine: Engine) -> None:
 
 
 def test_a_save_waiting_too_long_for_a_thread_is_skipped(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine(extra={"save_threads": 1, "match_prefix": False})
+    engine = start_engine(extra={"match_prefix": False}, bounds={"save_threads": 1})
     free = engine.loop.free_blocks
     hang = engine.sidecar.hang["prepare_save"] = threading.Event()
     engine.loop.add("first", PROMPT, params=transfer(save=A))
@@ -254,7 +254,7 @@ def test_a_hand_over_that_fails_frees_the_blocks_at_once(start_engine: Callable[
 
 
 def test_a_larger_context_may_be_held_for_longer(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine(extra={"save_bytes_per_ms_min": 1})
+    engine = start_engine(bounds={"save_bytes_per_ms_min": 1})
     saver = engine.loop.worker.worker_side._saver
     layers = engine.loop.worker.worker_side._layers
     now_ms, ref = engine.clock.now_ms(), A

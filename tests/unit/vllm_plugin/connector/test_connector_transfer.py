@@ -200,7 +200,7 @@ def test_a_save_in_flight_at_shutdown_is_sealed(start_engine: Callable[..., Engi
 
 
 def test_a_seal_that_hangs_does_not_hold_up_the_shutdown(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine(extra={"shutdown_deadline_ms": 200})
+    engine = start_engine(bounds={"shutdown_deadline_ms": 200})
     gate = engine.sidecar.hang["seal"] = threading.Event()
     engine.loop.add("save", list(range(1, 100)), params=transfer(save=A))
     wait_until(lambda: engine.loop.step() and engine.sidecar._arrival("seal").is_set(), what="the save is sealed")
