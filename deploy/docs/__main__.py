@@ -17,6 +17,7 @@ from deploy.docs.metrics import metrics_list
 from deploy.docs.modules import modules_table
 from deploy.docs.parts import parts_table
 from deploy.docs.settings import settings_list
+from deploy.docs.states import states_diagram
 
 ROOT = Path(__file__).resolve().parents[2]
 _WRITERS: Mapping[str, Callable[[str], str]] = {
@@ -27,6 +28,7 @@ _WRITERS: Mapping[str, Callable[[str], str]] = {
     "modules": modules_table,
     "parts": parts_table,
     "settings": settings_list,
+    "states": states_diagram,
 }
 
 
