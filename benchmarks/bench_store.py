@@ -81,7 +81,6 @@ async def world(url: str, directory: Path, *, encrypted: bool) -> AsyncIterator[
         memory_limit_bytes=0,
         store_url=url,
         store_keys_file=key_file(directory) if encrypted else None,
-        store_timeout_s=60,
     )
     sidecar = Sidecar(settings, clock=SystemClock(), registry=CollectorRegistry())
     await sidecar.open()

@@ -22,6 +22,9 @@ from kv_sidecar.sidecar import Sidecar
 
 log = logging.getLogger(__name__)
 
+DRAIN_S = 5.0
+"""Time for running calls after SIGTERM. The chart adds it to the pod's grace period."""
+
 
 async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
     """Serve until `stop` is set, then drain. Raises OSError when an address or the data directory is taken."""
@@ -49,7 +52,7 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
             await sidecar.drain()
             # While it serves: peers pull from here, and the engine may still be saving.
             await sidecar.hand_over()
-            await server.stop(settings.drain_s)
+            await server.stop(DRAIN_S)
             await sidecar.flush()
     finally:
         await sidecar.close()

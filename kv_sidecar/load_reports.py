@@ -52,7 +52,10 @@ class _Kept:
 class LoadReports:
     """Reports by request id; the oldest go first."""
 
-    def __init__(self, *, clock: Clock, max_reports: int, keep_ms: int, max_waiters: int) -> None:
+    def __init__(
+        self, clock: Clock, *, max_reports: int = 4096, keep_ms: int = 60_000, max_waiters: int = 4096
+    ) -> None:
+        """Keep at most `max_reports`, each for `keep_ms`: more than an engine has requests, longer than an answer."""
         self._clock = clock
         self._max_reports = max_reports
         self._keep_ms = keep_ms

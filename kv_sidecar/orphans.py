@@ -38,6 +38,8 @@ QUESTION_REFS = 500
 """Names in one question; the manager takes no more."""
 PASS_REFS = 20 * QUESTION_REFS
 """Names in one pass; the rest come first in the next."""
+CALL_S = 2.0
+"""Deadline of one call in seconds; the manager answers in milliseconds."""
 PASS_S = 10.0
 """Seconds that the questions of one pass may take together."""
 
@@ -148,7 +150,7 @@ class Orphans:
 class ManagerQuestions:
     """Satisfies orphans.Manager, warming.Sessions, usage.UsageSink, over one connection, made at the first question."""
 
-    def __init__(self, address: str, *, timeout_s: float, tls: WatchedTls | None = None) -> None:
+    def __init__(self, address: str, *, timeout_s: float = CALL_S, tls: WatchedTls | None = None) -> None:
         """`address`: host:port or unix:///path; `timeout_s`: deadline of every question."""
         self._connection = Connection(address, tls=tls)
         self._timeout_s = timeout_s

@@ -28,20 +28,22 @@ class CatalogLimits:
     """Times in ms, counts in entries."""
 
     block_tokens: int
-    save_deadline_ms: int
-    """A save of which nothing came for this time is dropped."""
-    max_saves: int
-    """Saves in flight; one more is refused."""
-    tombstone_ms: int
-    """How long deleted refs and sessions are refused."""
-    max_tombstones: int
-    spare_ms: int
-    """How long the blocks of a context that misses a file are kept, for the save that follows its recompute."""
-    max_waiters: int
-    max_leases: int
-    """Loads that hold their blocks at once; one more holds them until its stream ends."""
-    lease_ms: int
-    """Longest life of a lease nobody ends."""
+    save_deadline_ms: int = 120_000
+    """A save ends if no block arrives for this long. Longer than an engine's pause under load."""
+    max_saves: int = 1024
+    """Saves in flight; a further save is refused. More than an engine has requests."""
+    tombstone_ms: int = 3_600_000
+    """Deleted refs and sessions refuse saves for this long. Longer than any request runs."""
+    max_tombstones: int = 65_536
+    """Deleted names remembered, about 10 MB; the oldest are forgotten first."""
+    spare_ms: int = 300_000
+    """Blocks of an incomplete context stay for this long, for the save that follows its recompute."""
+    max_waiters: int = 4096
+    """Calls that wait for a seal; a further call gets its answer at once."""
+    max_leases: int = 1024
+    """Loads that hold a lease; a further load holds its blocks until its stream ends."""
+    lease_ms: int = 300_000
+    """Longest life of a lease without an end. Longer than any load takes."""
     tenant_guarantee_bytes: int = 0
     """On disk, of each tenant: no other tenant's saves push them out."""
 

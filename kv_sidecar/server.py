@@ -23,18 +23,20 @@ from kv_sidecar.forking import NewFork
 from kv_sidecar.format.ids import check_fingerprint, unpack_token_ids
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE
 from kv_sidecar.leases import LeaseTerms
-from kv_sidecar.moving.frames import FrameAssembly
+from kv_sidecar.moving.frames import STREAMS_MAX, FrameAssembly
 from kv_sidecar.moving.pulling import WaitingTurn, Wanted
 from kv_sidecar.resolve import Question
 from kv_sidecar.saves import FailedSave, MoreTokens, NewSave
 from kv_sidecar.sealed.matching import ASK_S, PrefixQuestion
 from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.tiers.memory_store import Place
-from kv_sidecar.tiers.store import TierUsage
+from kv_sidecar.tiers.store import BLOCK_BYTES_MAX, TierUsage
 from kv_sidecar.tiers.tiers import FetchedBlock
 
 log = logging.getLogger(__name__)
 
+CALLS_MAX = 256
+"""Calls served at once; gRPC refuses further ones. Engine ranks, gateways and peers each make a few."""
 MAX_WAIT_SEALED_MS = 30_000
 MAX_WAIT_REPORT_MS = 1_000
 MAX_WAIT_SLOT_MS = 1_000
@@ -63,7 +65,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     def __init__(self, sidecar: Sidecar) -> None:
         self._sidecar = sidecar
         self._catalog = sidecar.catalog
-        self._frame_slots = asyncio.Semaphore(sidecar.settings.frame_streams_max)
+        self._frame_slots = asyncio.Semaphore(STREAMS_MAX)
 
     @override
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeResponse:
@@ -76,7 +78,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         self._sidecar.engine.introduce(request.rank, request.world_size, request.fingerprint, request.fingerprint_json)
         return pb.HandshakeResponse(
             block_tokens=settings.block_tokens,
-            block_size_bytes_max=settings.block_size_bytes_max,
+            block_size_bytes_max=BLOCK_BYTES_MAX,
             arena=self._sidecar.door is not None,
         )
 
@@ -116,7 +118,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         self, request_iterator: AsyncIterator[pb.SaveBlocksRequest], context: Context
     ) -> pb.SaveBlocksResponse:
         taken = pb.SaveBlocksResponse()
-        async with FrameAssembly(self._frame_slots, limit_bytes=self._sidecar.settings.block_size_bytes_max) as frames:
+        async with FrameAssembly(self._frame_slots, limit_bytes=BLOCK_BYTES_MAX) as frames:
             async for request in request_iterator:
                 place = (request.cache_ref, request.rank, request.block_index)
                 if request.WhichOneof("payload") == "slot_id":
@@ -134,7 +136,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def LendSlots(self, request: pb.LendSlotsRequest, context: Context) -> pb.LendSlotsResponse:
-        sizes_bytes, limit_bytes = request.sizes_bytes, self._sidecar.settings.block_size_bytes_max
+        sizes_bytes, limit_bytes = request.sizes_bytes, BLOCK_BYTES_MAX
         if len(sizes_bytes) != len(request.block_indices) or not 0 < len(sizes_bytes) <= MAX_LENT_AT_ONCE:
             raise InvalidRequest(
                 f"sizes_bytes must have one entry per block_indices entry, 1 to {MAX_LENT_AT_ONCE} of them",
@@ -335,8 +337,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
 def serve(sidecar: Sidecar, addresses: list[str], *, tracer: Tracer = NO_TRACER) -> GrpcServer:
     """Return a server for `sidecar`, bound and not yet started. Raises OSError when an address is taken."""
-    calls_max = sidecar.settings.max_concurrent_rpcs
-    server = plain_server(tls=sidecar.tls, max_concurrent_rpcs=calls_max, tracer=tracer)
+    server = plain_server(tls=sidecar.tls, max_concurrent_rpcs=CALLS_MAX, tracer=tracer)
     pb_grpc.add_KVSidecarServiceServicer_to_server(KVSidecarServicer(sidecar), server)
     return GrpcServer(server, service_name=SERVICE_NAME, addresses=addresses, tls=sidecar.tls)
 

@@ -64,7 +64,6 @@ class SidecarSettings(TlsSettings, TracingSettings):
         description="gRPC address of the context manager. The sidecar asks it which stored KV no session names any "
         "more. Empty: such KV expires at its TTL.",
     )
-    manager_timeout_s: float = Field(2.0, gt=0, description="Deadline of one such call in seconds.")
     orphan_after_s: int = Field(
         300,
         ge=1,
@@ -74,74 +73,17 @@ class SidecarSettings(TlsSettings, TracingSettings):
     block_tokens: int = Field(
         256, ge=1, le=65536, description="Minimum tokens in one block file. A file holds whole blocks of the engine."
     )
-    block_size_bytes_max: int = Field(
-        256 << 20,
-        ge=1 << 12,
-        description="Maximum bytes of one block file. It bounds the memory of one frame stream.",
-    )
-    frame_streams_max: int = Field(
-        4,
-        ge=1,
-        le=64,
-        description="Block files assembled from frames at one time. Further streams wait (flow control).",
-    )
     collect_interval_s: float = Field(30.0, gt=0, description="Seconds between two passes of the collector.")
-    save_deadline_s: int = Field(
-        120, ge=1, description="Seconds after its last block before an unsealed save is dropped."
-    )
-    saves_max: int = Field(1024, ge=1, description="Maximum saves in flight. Further saves fail.")
-    tombstone_s: int = Field(3600, ge=0, description="Seconds for which a deleted name refuses a late save.")
-    tombstones_max: int = Field(
-        65536, ge=1, description="Number of deleted names remembered. The oldest are forgotten first."
-    )
-    spare_s: int = Field(
-        300, ge=0, description="Seconds for which the blocks of an incomplete context wait for its next save."
-    )
-    leftover_s: int = Field(
-        600, ge=1, description="Seconds after which unannounced, unfinished and quarantined files are removed."
-    )
-    leases_max: int = Field(
-        1024,
-        ge=1,
-        description="Maximum number of concurrent loads that hold a lease. Further loads still run, but their blocks "
-        "may be evicted before they end.",
-    )
-    lease_s: int = Field(
-        300,
-        ge=1,
-        description="Maximum seconds for which a load without an end keeps its blocks in memory and on disk.",
-    )
-    prefetch_blocks: int = Field(1, ge=0, le=8, description="Blocks to read ahead of the block that the engine copies.")
     io_threads: int = Field(
         4,
         ge=1,
         le=64,
         description="Threads that read and hash, and as many that write. Each holds the memory of one block.",
     )
-    waiters_max: int = Field(
-        4096, ge=1, description="Maximum calls that wait for a seal or a report. Further calls get no wait."
-    )
-    reports_max: int = Field(4096, ge=1, description="Maximum number of load reports kept.")
-    report_s: int = Field(60, ge=1, description="Seconds for which a load report is kept.")
     peers: tuple[str, ...] = Field(
         (),
         description="Sidecars from which this sidecar may pull: a JSON list of host:port, host or network "
         '(10.0.0.0/8). "*": any. Empty: no pulls.',
-    )
-    pulls_max: int = Field(
-        8, ge=1, description="Maximum pulls from peers at one time, half of them for prefixes. Further pulls fail."
-    )
-    pull_timeout_s: float = Field(
-        10.0,
-        gt=0,
-        description="Maximum seconds of one pull, plus the time of its bytes at SIDECAR_PULL_BYTES_PER_S_MIN. A "
-        "request may set less.",
-    )
-    pull_bytes_per_s_min: int = Field(
-        50_000_000, ge=1, description="Slowest rate of a pull in bytes per second. Larger contexts get more time by it."
-    )
-    pull_manifest_timeout_s: float = Field(
-        1.0, gt=0, description="Maximum seconds to wait for a peer's manifest of a few KB."
     )
     endpoint_name: str = Field(
         "",
@@ -151,11 +93,8 @@ class SidecarSettings(TlsSettings, TracingSettings):
     handover_s: float = Field(
         20.0,
         ge=0,
-        description="Seconds after SIGTERM in which peers take over this pod's contexts, most recently used first. "
-        "Applies without a shared store. The pod's grace period must be longer. 0: none.",
-    )
-    handover_bytes_max: int = Field(
-        16 << 30, ge=0, description="Bytes of contexts that peers take over at the end of this sidecar. 0: no limit."
+        description="Seconds after SIGTERM to save this pod's contexts, most recently used first: with a store, those "
+        "that the store lacks; without one, all of them to peers. The pod's grace period must be longer. 0: none.",
     )
     handover_peers: tuple[str, ...] = Field(
         (),
@@ -182,28 +121,8 @@ class SidecarSettings(TlsSettings, TracingSettings):
         description="Contexts of gone pods to take over at the start. Needs a store, SIDECAR_MANAGER and "
         "SIDECAR_ENDPOINT_NAME. 0: none, and this pod lists none for others.",
     )
-    store_timeout_s: float = Field(
-        10.0, gt=0, description="Maximum seconds of one call to the store, retries included."
-    )
     store_bytes_per_s: int = Field(
         0, ge=0, description="Maximum bytes of KV written to the store per second. 0: no limit."
-    )
-    store_queue_max: int = Field(
-        100_000,
-        ge=1,
-        description="Maximum contexts and kept conversations that wait to be written to the store. Beyond it the "
-        "oldest are dropped, kept conversations first.",
-    )
-    store_flush_s: float = Field(
-        20.0,
-        ge=0,
-        description="Seconds after SIGTERM to write contexts to the store that it lacks, most recently used first.",
-    )
-    store_grace_s: int = Field(
-        3600,
-        ge=60,
-        description="Age in seconds from which an unreferenced object is removed from the store. Longer than "
-        "the write of any context.",
     )
     store_limit_bytes: int = Field(
         0,
@@ -213,16 +132,6 @@ class SidecarSettings(TlsSettings, TracingSettings):
     )
     store_tenant_limit_bytes: int = Field(
         0, ge=0, description="Maximum bytes of each tenant's blocks in the store, by the same rule. 0: no limit."
-    )
-    store_collect_interval_s: int = Field(
-        900, ge=1, description="Seconds between two passes over the store, over all pods together."
-    )
-    max_concurrent_rpcs: int = Field(
-        256, ge=8, description="Maximum calls served at one time. gRPC refuses further calls."
-    )
-    drain_s: float = Field(5.0, ge=0, description="Seconds that running calls have to finish after SIGTERM.")
-    tenants_shown_max: int = Field(
-        20, ge=0, le=1000, description="Number of tenants that the metrics show by name, largest first. 0: none."
     )
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint. 0: off.")
     log_level: str = Field("INFO", description="Python log level.")
@@ -277,33 +186,17 @@ class SidecarSettings(TlsSettings, TracingSettings):
 
     def limits(self) -> CatalogLimits:
         """Return the bounds of the catalog."""
-        return CatalogLimits(
-            block_tokens=self.block_tokens,
-            save_deadline_ms=self.save_deadline_s * 1000,
-            max_saves=self.saves_max,
-            tombstone_ms=self.tombstone_s * 1000,
-            max_tombstones=self.tombstones_max,
-            spare_ms=self.spare_s * 1000,
-            max_waiters=self.waiters_max,
-            max_leases=self.leases_max,
-            lease_ms=self.lease_s * 1000,
-            tenant_guarantee_bytes=self.tenant_guarantee_bytes,
-        )
+        return CatalogLimits(block_tokens=self.block_tokens, tenant_guarantee_bytes=self.tenant_guarantee_bytes)
 
     def shared_limits(self) -> SharedLimits:
-        """Return the bounds of the shared tier."""
-        return SharedLimits(
-            bytes_per_s=self.store_bytes_per_s,
-            queue_max=self.store_queue_max,
-            block_bytes_max=self.block_size_bytes_max,
-        )
+        """Return the bounds of writing to the shared store."""
+        return SharedLimits(bytes_per_s=self.store_bytes_per_s)
 
     def handover_limits(self) -> HandOverLimits:
         """Return who takes contexts over when this sidecar ends, and what that may take."""
         named = (peer for peer in self.peers if ":" in peer and "/" not in peer)
         return HandOverLimits(
             timeout_s=self.handover_s,
-            bytes_max=self.handover_bytes_max,
             endpoint=self.endpoint_name,
             address=self.handover_address or self.listen,
             peers=self.handover_peers or tuple(named),
@@ -314,19 +207,9 @@ class SidecarSettings(TlsSettings, TracingSettings):
         return WarmingLimits(self.endpoint_name, self.warm_contexts_max, self.collect_interval_s)
 
     def collector_limits(self) -> CollectorLimits:
-        """Return when the store is collected, and what is left there."""
-        return CollectorLimits(
-            grace_s=self.store_grace_s,
-            interval_s=self.store_collect_interval_s,
-            limit_bytes=self.store_limit_bytes,
-            tenant_limit_bytes=self.store_tenant_limit_bytes,
-        )
+        """Return the bounds of the shared store."""
+        return CollectorLimits(limit_bytes=self.store_limit_bytes, tenant_limit_bytes=self.store_tenant_limit_bytes)
 
     def pull_limits(self) -> PullLimits:
         """Return the bounds of pulls."""
-        return PullLimits(
-            max_pulls=self.pulls_max,
-            timeout_s=self.pull_timeout_s,
-            bytes_per_s_min=self.pull_bytes_per_s_min,
-            block_tokens=self.block_tokens,
-        )
+        return PullLimits(block_tokens=self.block_tokens)

@@ -21,6 +21,7 @@ from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.load_reports import LoadReports
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.moving.borrowing import Prefixes
+from kv_sidecar.moving.frames import STREAMS_MAX
 from kv_sidecar.moving.leaving import HandOver
 from kv_sidecar.moving.pace import Pace
 from kv_sidecar.moving.peer import PeerSidecar, StoredPeer
@@ -43,12 +44,16 @@ from kv_sidecar.tiers.arena import SUFFIX, ArenaDoor
 from kv_sidecar.tiers.data_directory import DataDirectory
 from kv_sidecar.tiers.disk_store import DiskStore
 from kv_sidecar.tiers.memory_store import MemoryStore
-from kv_sidecar.tiers.store import IoThreads
+from kv_sidecar.tiers.store import BLOCK_BYTES_MAX, IoThreads
 from kv_sidecar.tiers.tiers import Tiers
 from kv_sidecar.usage import UsageMeter
 
 log = logging.getLogger(__name__)
 
+LEFTOVER_S = 600
+"""Age from which unannounced, unfinished and quarantined files are removed: quarantined ones can be looked at."""
+TENANTS_SHOWN_MAX = 20
+"""Tenants that the metrics show by name, largest first: each is a time series."""
 _DISK_BYTES = 32 << 30
 """Taken for the disk's where it has no limit."""
 _ENGINE_START_FILE = "engine-start"
@@ -84,7 +89,7 @@ class Sidecar:
             self.directory,
             limit_bytes=settings.disk_limit_bytes,
             tenant_limit_bytes=settings.tenant_limit_bytes,
-            block_bytes_max=settings.block_size_bytes_max,
+            block_bytes_max=BLOCK_BYTES_MAX,
         )
         self.memory = MemoryStore(limit_bytes=settings.memory_bytes())
         self.door: ArenaDoor | None = None
@@ -94,7 +99,6 @@ class Sidecar:
             memory=self.memory,
             threads=self.threads,
             metrics=self.metrics,
-            prefetch_blocks=settings.prefetch_blocks,
         )
         manifests = ManifestStore(self.directory)
         self.catalog = ContextCatalog(
@@ -112,12 +116,12 @@ class Sidecar:
         self._shared_collector: SharedCollector | None = None
         objects: ObjectStore | None = None
         if settings.store_url:
-            objects = ObjectStore(settings.store_url, timeout_s=settings.store_timeout_s)
+            objects = ObjectStore(settings.store_url)
             self._take_shared(objects)
         self.engine = EngineRanks()
-        self._pull_slots = asyncio.Semaphore(settings.frame_streams_max)
+        self._pull_slots = asyncio.Semaphore(STREAMS_MAX)
         """Apart from those of saves: a peer that hangs in the middle of a block must not hold up the engine."""
-        pace, unasked_slots = Pace(), asyncio.Semaphore(settings.frame_streams_max)
+        pace, unasked_slots = Pace(), asyncio.Semaphore(STREAMS_MAX)
         """Slots apart again: what nobody waits for must not hold up what a turn pulls."""
         rules, connect = PeerRules(settings.peers), connect_peer or self._connect_peer
         store = None if self.shared is None else StoredPeer(self.shared, slots=self._pull_slots)
@@ -144,12 +148,7 @@ class Sidecar:
             metrics=self.metrics,
         )
         self.resolver = Resolver(self.catalog, self.pulls, self.prefixes, self.shared, self.runtime)
-        self.reports = LoadReports(
-            clock=clock,
-            max_reports=settings.reports_max,
-            keep_ms=settings.report_s * 1000,
-            max_waiters=settings.waiters_max,
-        )
+        self.reports = LoadReports(clock)
         self._questions = self._ask_manager() if manager is None else None
         self._manager = manager or self._questions
         self._orphans = None if self._manager is None else self._orphans_of(self._manager, manifests)
@@ -224,14 +223,14 @@ class Sidecar:
         `collect_shared`'s, who sees there what is named with it.
         """
         removed = await self.catalog.collect()
-        before_ms = self.runtime.clock.now_ms() - self.settings.leftover_s * 1000
+        before_ms = self.runtime.clock.now_ms() - LEFTOVER_S * 1000
         await self.threads.run(self.directory.remove_leftovers, before_ms=before_ms)
         self.reports.forget_old()
         if self._orphans is not None:
             orphans = await self._orphans.find(self.catalog.sealed())
             removed += await self.catalog.drop(orphans)
         found = self.catalog.bytes_by_tenant()
-        self.metrics.tenant_bytes.show(found, tenants_max=self.settings.tenants_shown_max)
+        self.metrics.tenant_bytes.show(found, tenants_max=TENANTS_SHOWN_MAX)
         if self._meter is not None:
             in_memory = await self.threads.run(lambda: self.disk.tenants_of(self.memory.sizes()))
             in_store = None if self._shared_collector is None else self._shared_collector.take_held()
@@ -247,9 +246,7 @@ class Sidecar:
             num_manifests = await self._shared_collector.collect(
                 None if self._manager is None else self._manager.orphans
             )
-        self.metrics.store_tenant_bytes.show(
-            self._shared_collector.bytes_by_tenant, tenants_max=self.settings.tenants_shown_max
-        )
+        self.metrics.store_tenant_bytes.show(self._shared_collector.bytes_by_tenant, tenants_max=TENANTS_SHOWN_MAX)
         return Removed(num_manifests, 0)
 
     async def manifest(
@@ -324,7 +321,7 @@ class Sidecar:
         This pod may not come back.
         """
         if self.shared is not None:
-            left = await self.shared.flush(self.settings.store_flush_s)
+            left = await self.shared.flush(self.settings.handover_s)
             log.info("contexts written to the shared store", extra={"num_left": left})
         if self.warming is not None:
             await self.warming.leave()
@@ -356,10 +353,7 @@ class Sidecar:
         )
 
     def _ask_manager(self) -> ManagerQuestions | None:
-        settings = self.settings
-        if not settings.manager:
-            return None
-        return ManagerQuestions(settings.manager, timeout_s=settings.manager_timeout_s, tls=self.tls)
+        return ManagerQuestions(self.settings.manager, tls=self.tls) if self.settings.manager else None
 
     def _warming_over(self, objects: ObjectStore | None) -> Warming | None:
         limits = self.settings.warming_limits()
@@ -395,13 +389,14 @@ class Sidecar:
         )
 
     def _connect_peer(self, address: str, timeout_s: float) -> PeerSidecar:
+        limits = self.settings.pull_limits()
         return PeerSidecar(
             address,
             timeout_s=timeout_s,
-            manifest_timeout_s=self.settings.pull_manifest_timeout_s,
-            bytes_per_s_min=self.settings.pull_bytes_per_s_min,
+            manifest_timeout_s=limits.manifest_timeout_s,
+            bytes_per_s_min=limits.bytes_per_s_min,
             slots=self._pull_slots,
-            limit_bytes=self.settings.block_size_bytes_max,
+            limit_bytes=BLOCK_BYTES_MAX,
             tls=self.tls,
         )
 

@@ -10,6 +10,8 @@ from typing import TypeAlias
 from contextcache.errors import InvalidRequest
 from contextcache.model import CacheRef
 
+STREAMS_MAX = 4
+"""Block files assembled from frames at once; further streams wait. Each holds up to 256 MiB."""
 Place: TypeAlias = tuple[CacheRef, int, int]
 """cache_ref, rank, block index."""
 

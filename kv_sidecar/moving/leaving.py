@@ -40,14 +40,14 @@ class HandOverLimits:
 
     timeout_s: float
     """0: nothing is handed over."""
-    bytes_max: int
-    """Of all contexts together, shared blocks counted with each; 0: no limit."""
     endpoint: str
     """This pod, as sessions name it; empty: nobody could be told where the contexts went."""
     address: str
     """host:port under which peers reach this sidecar."""
     peers: tuple[str, ...]
     """host:port of those asked; a host may have several addresses."""
+    bytes_max: int = 16 << 30
+    """Bytes of all contexts together, shared blocks counted with each: peers keep most of their own KV."""
 
 
 class Taker(Protocol):

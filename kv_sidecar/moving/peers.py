@@ -26,14 +26,16 @@ _ENTRY = re.compile(_HOST + r"(?::[1-9][0-9]{0,4})?", re.ASCII)
 class PullLimits:
     """What pulls from peers may cost."""
 
-    max_pulls: int
-    """Pulls at once; one more is refused."""
-    timeout_s: float
-    """Longest time of one pull, beyond what its bytes take at the slowest rate."""
-    bytes_per_s_min: int
-    """The slowest rate a pull may have."""
     block_tokens: int
     """Least tokens in one block here; a peer with smaller blocks has nothing for us."""
+    max_pulls: int = 8
+    """Pulls at once, half of them for prefixes; a further pull is refused. They share one link and one disk."""
+    timeout_s: float = 10.0
+    """Longest time of one pull, beyond the time of its bytes at the slowest rate. A request may set less."""
+    bytes_per_s_min: int = 50_000_000
+    """Slowest rate of a pull: below half a gigabit, computing is faster."""
+    manifest_timeout_s: float = 1.0
+    """Longest wait for a peer's manifest, which has a few KB."""
 
 
 class PeerRules:

@@ -42,13 +42,14 @@ Orphans: TypeAlias = Callable[[Sequence[HeldCacheRef]], Awaitable[Sequence[int]]
 class CollectorLimits:
     """When a pass is made, and what it leaves."""
 
-    grace_s: float
-    """Age from which what nothing names is removed, longer than any context takes to be written."""
-    interval_s: float
     limit_bytes: int
-    """Of blocks in the store; what was used longest ago leaves first. 0: no limit."""
+    """Bytes of blocks in the store; the least recently used contexts are evicted first. 0: no limit."""
     tenant_limit_bytes: int
-    """The same of each tenant."""
+    """The same for each tenant."""
+    grace_s: float = 3600
+    """Age from which an unreferenced object is removed. Longer than the write of any context."""
+    interval_s: float = 900
+    """Time between two passes, over all pods together. A pass lists every object."""
 
 
 class SharedCollector:

@@ -24,7 +24,7 @@ from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.sealed.manifests import MAX_FILE_BYTES
 from kv_sidecar.store.encryption import OVERHEAD_BYTES_MAX, StoreKeys, TenantKey, opened
 from kv_sidecar.store.objects import ObjectStore
-from kv_sidecar.tiers.store import Buffer
+from kv_sidecar.tiers.store import BLOCK_BYTES_MAX, Buffer
 
 Item = TypeVar("Item")
 _CALLS_AT_ONCE = 16
@@ -36,19 +36,16 @@ _LISTED_MAX = 1000
 class StoredKV:
     """Manifests and blocks in the store. Keeps nothing; used from one event loop."""
 
-    def __init__(
-        self, objects: ObjectStore, *, keys: StoreKeys | None, block_bytes_max: int, metrics: SidecarMetrics
-    ) -> None:
-        """`keys`: what objects are encrypted with; None: they are not. `block_bytes_max`: larger blocks are corrupt."""
+    def __init__(self, objects: ObjectStore, *, keys: StoreKeys | None, metrics: SidecarMetrics) -> None:
+        """`keys`: what objects are encrypted with; None: they are not."""
         self._objects = objects
         self._keys = keys
-        self._block_bytes_max = block_bytes_max
         self._metrics = metrics
 
     async def block(self, tenant: TenantId, key: BlockKey) -> Buffer:
         """Return a block file, unverified. Raises CacheRefNotFound, CorruptBlock, SidecarUnavailable."""
         for file_name in self.file_names(tenant, key):
-            data = await self._get(block_name(tenant, file_name), limit_bytes=self._block_bytes_max)
+            data = await self._get(block_name(tenant, file_name), limit_bytes=BLOCK_BYTES_MAX)
             if data is not None:
                 self._metrics.store_bytes.labels("read").inc(len(data))
                 return data

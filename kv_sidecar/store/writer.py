@@ -58,10 +58,9 @@ class SharedLimits:
     """What the shared tier may cost."""
 
     bytes_per_s: int
-    """Written, at most; 0: no limit."""
-    queue_max: int
-    """Contexts and what is kept that wait to be written; the oldest give way, kept ones first, and are counted."""
-    block_bytes_max: int
+    """Bytes of KV written per second; 0: no limit."""
+    queue_max: int = 100_000
+    """Contexts and kept conversations that wait to be written, about 20 MB. The oldest are dropped, kept ones first."""
 
 
 class _GivesWayError(Exception):
@@ -83,7 +82,7 @@ class SharedTier:
         """`keys`: what objects are encrypted with; None: they are not."""
         self._objects = objects
         self._keys = keys
-        self.stored = StoredKV(objects, keys=keys, block_bytes_max=limits.block_bytes_max, metrics=runtime.metrics)
+        self.stored = StoredKV(objects, keys=keys, metrics=runtime.metrics)
         """What is there, whoever wrote it."""
         self._local = local
         self._limits = limits

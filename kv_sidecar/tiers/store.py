@@ -23,6 +23,8 @@ from kv_sidecar.format.ids import BlockKey
 
 log = logging.getLogger(__name__)
 
+BLOCK_BYTES_MAX = 256 << 20
+"""Bytes of one block file: 256 tokens of 1 MiB. It bounds the memory of one frame stream."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 

@@ -80,7 +80,13 @@ class Tiers:
     """Memory over disk. Every file on disk was verified when it came, and is again at every read."""
 
     def __init__(
-        self, *, disk: DiskStore, memory: MemoryStore, threads: IoThreads, metrics: SidecarMetrics, prefetch_blocks: int
+        self,
+        *,
+        disk: DiskStore,
+        memory: MemoryStore,
+        threads: IoThreads,
+        metrics: SidecarMetrics,
+        prefetch_blocks: int = 1,
     ) -> None:
         """`prefetch_blocks`: how many blocks are read ahead of the one being copied by the engine."""
         self.disk = disk

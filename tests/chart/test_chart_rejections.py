@@ -175,8 +175,8 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         ("models", "one", "two"),
     ),
     "a sidecar that is killed before the shared store has what it has": (
-        merged(ENGINE, {"sidecar": {"settings": {"storeUrl": "s3://kv/release", "storeFlushS": 60}}}),
-        ("engine.terminationGracePeriodSeconds", "storeFlushS"),
+        merged(ENGINE, {"sidecar": {"settings": {"storeUrl": "s3://kv/release", "handoverS": 60}}}),
+        ("engine.terminationGracePeriodSeconds", "handoverS"),
     ),
     "memory beyond what the sidecar may have": (
         merged(ENGINE, {"sidecar": {"memoryLimit": "16Gi"}}),

@@ -28,7 +28,7 @@ def sidecar(tmp_path: Path) -> Iterator[SidecarProcess]:
         tmp_path,
         block_tokens=BLOCK_TOKENS,
         memory_limit_bytes=3 * SIZE_BYTES,
-        save_deadline_s=1,
+        save_deadline_ms=1_000,
         collect_interval_s=0.1,
         metrics_port=METRICS_PORT,
     )

@@ -260,7 +260,7 @@ def test_a_flip_changes_one_bit_and_nothing_else(two_blocks, name):
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory):
     process = SidecarProcess(
-        tmp_path_factory.mktemp("sidecar"), block_tokens=BLOCK_TOKENS, memory_limit_bytes=1 << 16, spare_s=0
+        tmp_path_factory.mktemp("sidecar"), block_tokens=BLOCK_TOKENS, memory_limit_bytes=1 << 16, spare_ms=0
     )
     process.start()
     yield process

@@ -102,7 +102,7 @@ async def world(tmp_path: Path, valkey, stack: ExitStack) -> AsyncIterator[World
 async def test_a_pod_that_ends_leaves_its_hottest_contexts_to_its_peer_and_the_manager_knows(world: World) -> None:
     there = await world.pod(1)
     # Two of three fit.
-    ends = await world.pod(0, SIDECAR_HANDOVER_BYTES_MAX="5000")
+    ends = await world.pod(0, SIDECAR_BOUNDS='{"bytes_max": 5000}')
     first, second, third = [await world.create(ends, number) for number in range(3)]
     await asyncio.to_thread(ends.rank.load, first)
     size_bytes = sum(path.stat().st_size for path in (ends.sidecar.root / "data").rglob("*.r0.safetensors")) // 3
@@ -162,7 +162,7 @@ async def test_a_peer_killed_while_it_takes_a_context_leaves_the_session_where_i
 @pytest.mark.thorough
 @pytest.mark.parametrize("missing", ["the peer", "the manager"])
 async def test_a_pod_ends_in_time_when_nobody_can_take_anything_over(world: World, valkey, missing: str) -> None:
-    ends = await world.pod(0, SIDECAR_HANDOVER_S="2", SIDECAR_MANAGER_TIMEOUT_S="0.5")
+    ends = await world.pod(0, SIDECAR_HANDOVER_S="2")
     new = await world.create(ends, 0)
     if missing == "the manager":
         await world.pod(1)

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,12 +56,13 @@ async def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[L
 
 
 @pytest.fixture
-def pod(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., object]:
+def pod(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     """Return a running sidecar with a disk of its own, over a prefix of the test's own."""
 
     @asynccontextmanager
-    async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:
-        settings = {"store_url": url_of(request.node.name), "store_timeout_s": CALL_S, "pull_timeout_s": 3}
+    async def running(name: str, *, call_s: float = CALL_S, **more: object) -> AsyncIterator[SidecarUnderTest]:
+        monkeypatch.setattr("kv_sidecar.sidecar.ObjectStore", partial(ObjectStore, timeout_s=call_s))
+        settings = {"store_url": url_of(request.node.name), "timeout_s": 3}
         async with SidecarUnderTest(tmp_path / name, clock=SystemClock(), **{**settings, **more}) as kv:
             kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
             yield kv
@@ -89,11 +91,11 @@ def _value(read: Callable[[], float]) -> Callable[[], Awaitable[float]]:
 
 
 async def test_a_context_outlives_its_pod_and_its_delete_leaves_no_object(proxy, pod, request):
-    async with pod("a", store_timeout_s=60) as kv:
+    async with pod("a", call_s=60) as kv:
         new = await kv.save(TEN, session_id="ctx_1")
         other = await kv.save((*TEN[:4], 77, 78), session_id="ctx_2")
         assert await kv.sidecar.shared.flush(60) == 0
-    async with pod("b", store_timeout_s=60, pull_timeout_s=60) as kv:
+    async with pod("b", call_s=60, timeout_s=60) as kv:
         await brought(kv, new.cache_ref)
         assert await kv.load(new) == ["object"] * 3
         await kv.sidecar.delete(TENANT, "ctx_1", [new.cache_ref])
@@ -122,7 +124,7 @@ async def test_a_store_that_does_not_serve_is_a_miss_in_time_with_nothing_left_a
         assert kv.counted("pulls_total", outcome="internal_error") == 0
 
     proxy.fault = ""
-    async with pod("c", store_timeout_s=60, pull_timeout_s=60) as kv:
+    async with pod("c", call_s=60, timeout_s=60) as kv:
         await brought(kv, new.cache_ref)
         assert await kv.load(new) == ["object"] * 3
 
@@ -133,7 +135,7 @@ async def test_an_engine_loads_what_a_slow_store_has_sent_when_it_waits_no_longe
         new = await kv.save(TEN)
         whole = await kv.catalog.open(TENANT, new.cache_ref)
         assert await kv.sidecar.shared.flush(60) == 0
-    async with pod("b", store_timeout_s=60, pull_timeout_s=60) as kv:
+    async with pod("b", call_s=60, timeout_s=60) as kv:
         proxy.fault, proxy.named = "held", block_key(whole, 1, 0).file_name
         server = serve(kv.sidecar, ["127.0.0.1:0"])
         await server.start()

@@ -135,9 +135,7 @@ class Doors:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
-        self.kv = SidecarUnderTest(
-            root, clock=SystemClock(), peers=("127.0.0.1",), max_concurrent_rpcs=64, unix_socket=root / "s.sock"
-        )
+        self.kv = SidecarUnderTest(root, clock=SystemClock(), peers=("127.0.0.1",), unix_socket=root / "s.sock")
         self.address = f"unix://{root}/s.sock"
         self.run(self.kv.sidecar.open())
         self.server = self.run(self._serve())

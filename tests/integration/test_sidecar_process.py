@@ -56,7 +56,7 @@ class SidecarProcess:
         }
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "kv_sidecar"],
+                [sys.executable, "-m", "tests.kit.bounded_sidecar" if "SIDECAR_BOUNDS" in settings else "kv_sidecar"],
                 cwd=REPOSITORY,
                 env={**os.environ, **settings},
                 stdout=log,

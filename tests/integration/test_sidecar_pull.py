@@ -74,7 +74,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[Callable[..., object]]:
 
     async def start(name: str, *, world_size: int = 1, **settings: object) -> Node:
         # The peer is this process too, which may stand still for longer than a turn would wait.
-        defaults = {"peers": ("127.0.0.0/8",), "pull_manifest_timeout_s": 20, "pull_timeout_s": 30}
+        defaults = {"peers": ("127.0.0.0/8",), "manifest_timeout_s": 20, "timeout_s": 30}
         kv = SidecarUnderTest(tmp_path / name, clock=SystemClock(), **{**defaults, **settings})
         await kv.sidecar.open()
         server = serve(kv.sidecar, ["127.0.0.1:0"])
@@ -139,9 +139,10 @@ async def test_only_what_is_missing_travels_and_of_every_rank(start_node) -> Non
     assert here.kv.counted("pulled_bytes_total") == there.kv.disk_bytes() - shared_bytes
 
 
-async def test_more_ranks_than_files_have_room_in_memory_come_side_by_side(start_node) -> None:
+async def test_more_ranks_than_files_have_room_in_memory_come_side_by_side(start_node, monkeypatch) -> None:
+    monkeypatch.setattr("kv_sidecar.sidecar.STREAMS_MAX", 1)
     there = await start_node("there", world_size=4, slots=False)
-    here = await start_node("here", world_size=4, frame_streams_max=1)
+    here = await start_node("here", world_size=4)
     first = new_save(PROMPT, now_ms=SystemClock().now_ms(), world_size=4)
     ranks = [replace(first, rank=rank) for rank in range(4)]
     for new in ranks:
@@ -175,7 +176,7 @@ async def test_another_tenant_learns_nothing_of_a_pull(start_node, process: Side
 
 
 async def test_a_peer_that_hangs_ends_the_pull_and_lookups_go_on(start_node, process: SidecarProcess) -> None:
-    here = await start_node("here", pull_manifest_timeout_s=1)
+    here = await start_node("here", manifest_timeout_s=1)
     address = await stopped_peer(process)
     own, ref = await here.kv.save(PROMPT), new_cache_ref()
     await here.pull(ref, peer=address)
@@ -206,7 +207,7 @@ async def test_a_peer_lost_in_the_middle_of_a_pull_leaves_nothing(
             arrived.set()
             assert gate.wait(60)
 
-    here = await start_node("here", step=step, slots=False, pull_timeout_s=timeout_s)
+    here = await start_node("here", step=step, slots=False, timeout_s=timeout_s)
     address, new = await large_peer(process, num_blocks=25)
     await here.pull(new.cache_ref, peer=address, timeout_ms=timeout_s * 1000)
     assert await asyncio.to_thread(arrived.wait, 60)
@@ -271,7 +272,7 @@ async def test_each_refusal_says_why(start_node) -> None:
         "peer_not_allowed": await (await start_node("a", peers=())).pull(ref, peer=elsewhere),
         "no_engine": await (await start_node("b", peers=("*",), world_size=0)).pull(ref, peer=elsewhere),
     }
-    full = await start_node("c", peers=("*",), pulls_max=1)
+    full = await start_node("c", peers=("*",), max_pulls=1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         await full.pull(ref, peer=f"127.0.0.1:{silent.getsockname()[1]}")
         answers["too_many_pulls"] = await full.pull(new_cache_ref(), peer=elsewhere)
@@ -304,9 +305,10 @@ async def test_a_pull_of_what_is_here_is_answered_as_present(start_node) -> None
         "blocks_of_no_token",
     ],
 )
-async def test_a_peer_that_does_not_keep_to_the_protocol_is_not_believed(start_node, lie: str) -> None:
+async def test_a_peer_that_does_not_keep_to_the_protocol_is_not_believed(start_node, monkeypatch, lie: str) -> None:
     there = await start_node("there")
-    here = await start_node("here", block_size_bytes_max=4096)
+    monkeypatch.setattr("kv_sidecar.sidecar.BLOCK_BYTES_MAX", 4096)
+    here = await start_node("here")
     new = await there.kv.save(PROMPT)
     manifest = await there.kv.catalog.open(TENANT, new.cache_ref)
     server = grpc.aio.server()
@@ -351,8 +353,7 @@ async def test_a_hundred_megabytes_are_pulled_in_bounded_memory(tmp_path: Path, 
             SIDECAR_PEERS='["127.0.0.1"]',
             SIDECAR_SHARED_DIR="",
             SIDECAR_MEMORY_LIMIT_BYTES="0",
-            SIDECAR_PULL_MANIFEST_TIMEOUT_S="20",
-            SIDECAR_PULL_TIMEOUT_S="60",
+            SIDECAR_BOUNDS='{"timeout_s": 60, "manifest_timeout_s": 20}',
         )
         client = KVSidecarClient(listen, timeout_s=30)
         rank = await asyncio.to_thread(EngineRank, listen)

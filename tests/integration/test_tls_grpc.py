@@ -252,7 +252,7 @@ class Node:
 
 @asynccontextmanager
 async def running_node(certificates, directory):
-    settings = {"peers": ("127.0.0.0/8",), "pull_manifest_timeout_s": 20, "pull_timeout_s": 30, **certificates.settings}
+    settings = {"peers": ("127.0.0.0/8",), "manifest_timeout_s": 20, "timeout_s": 30, **certificates.settings}
     async with SidecarUnderTest(directory, clock=SystemClock(), **settings) as kv:
         server = serve(kv.sidecar, ["127.0.0.1:0"])
         await server.start()

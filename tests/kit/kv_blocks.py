@@ -26,6 +26,7 @@ from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.tiers.data_directory import DataDirectory, Step
 from kv_sidecar.tiers.eviction import rounded
 from kv_sidecar.tiers.memory_store import Place
+from tests.kit.bounded_sidecar import BoundedSettings
 from tests.kit.until import until
 
 TENANT = "demo"
@@ -100,20 +101,19 @@ class SidecarUnderTest:
         manager: Manager | None = None,
         **settings: object,
     ) -> None:
-        """`slots`: blocks come in slots of the arena, else in frames."""
+        """`slots`: blocks come in slots of the arena, else in frames. `settings`: fields, or bounds, by name."""
         self.root = root
         self.clock = clock or ManualClock()
-        defaults = {
+        defaults: dict[str, object] = {
             "block_tokens": BLOCK_TOKENS,
-            "spare_s": 0,
+            "spare_ms": 0,
             "io_threads": 2,
             "listen": "127.0.0.1:0",
             "memory_limit_bytes": 1 << 20,
         }
-        self.settings = SidecarSettings(
-            data_dir=root / "data",
-            **{**defaults, **settings},  # type: ignore[arg-type]  # fields
-        )
+        given = defaults | settings
+        bounds = {name: given.pop(name) for name in given.keys() - SidecarSettings.model_fields}
+        self.settings = BoundedSettings(data_dir=root / "data", bounds=bounds, **given)  # type: ignore[arg-type]  # fields
         self.slots = slots and self.settings.memory_limit_bytes != 0
         directory = DataDirectory(self.settings.data_dir, statvfs=statvfs, **({"step": step} if step else {}))
         self.registry = CollectorRegistry()

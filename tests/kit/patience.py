@@ -20,8 +20,6 @@ PARTS = {
     "GATEWAY_SIDECAR_TIMEOUT_S": "20",
     "GATEWAY_DELETE_TIMEOUT_S": "25",
     "GATEWAY_PROBE_TIMEOUT_S": "10",
-    "SIDECAR_PULL_TIMEOUT_S": "30",
-    "SIDECAR_PULL_MANIFEST_TIMEOUT_S": "20",
-    "SIDECAR_REPORT_S": "600",
+    "SIDECAR_BOUNDS": '{"timeout_s": 30, "manifest_timeout_s": 20}',
 }
 """For the environment of a stack's parts."""

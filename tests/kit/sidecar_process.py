@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from contextcache.errors import ContextCacheError, SidecarUnavailable
 from contextcache.model import Manifest
 from kv_sidecar.client import EngineSidecarClient
+from kv_sidecar.settings import SidecarSettings
 from tests.kit.kv_blocks import open_block_file
 from tests.kit.until import wait_until
 from tests.kit.vouching import change_bytes, vouch_for_what_lies_there
@@ -31,7 +33,7 @@ class SidecarProcess:
         memory_limit_bytes: int = 256 << 20,
         **settings: object,
     ) -> None:
-        """`memory_limit_bytes` 0: no arena, all KV travels in frames."""
+        """`memory_limit_bytes` 0: no arena, all KV travels in frames. `settings`: fields, or bounds, by name."""
         self._directory = directory
         self.address = f"unix://{directory}/sidecar.sock"
         self._environment = {
@@ -43,12 +45,16 @@ class SidecarProcess:
             "SIDECAR_BLOCK_TOKENS": str(block_tokens),
             "SIDECAR_LOG_LEVEL": "WARNING",
         }
+        bounds = {name: settings.pop(name) for name in settings.keys() - SidecarSettings.model_fields}
         self._environment |= {f"SIDECAR_{name.upper()}": str(value) for name, value in settings.items()}
+        self._environment["SIDECAR_BOUNDS"] = json.dumps(bounds)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         root = Path(__file__).parents[2]
-        self._process = subprocess.Popen([sys.executable, "-m", "kv_sidecar"], env=self._environment, cwd=root)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kit.bounded_sidecar"], env=self._environment, cwd=root
+        )
         client = EngineSidecarClient(self.address, timeout_s=1)
         try:
             wait_until(lambda: self._answers(client), what="the sidecar answers", deadline_s=START_DEADLINE_S)

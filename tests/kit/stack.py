@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -118,6 +119,8 @@ class Stack(stack.Stack):
         parts = {name: self.links.overlaid(part) for name, part in super()._table(settings).items()}
         for name, extra in self._part_env.items():
             parts[name].env.update(extra)  # type: ignore[attr-defined]  # a dict of this call's own
+        for part in [part for part in parts.values() if "SIDECAR_BOUNDS" in part.env and part.kind == "sidecar"]:
+            parts[part.name] = replace(part, command=(sys.executable, "-m", "tests.kit.bounded_sidecar"))
         return {name: replace(part, ready_within_s=max(part.ready_within_s, _START_S)) for name, part in parts.items()}
 
     def _endpoints(self, settings: StackSettings) -> list[dict[str, Any]]:

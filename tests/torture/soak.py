@@ -28,9 +28,8 @@ _DRAINED_WITHIN_S = 180.0
 """Tombstones, leftovers and what a fault made unreachable go by their own times, set below."""
 _ENV = {
     "MANAGER_SWEEP_INTERVAL_S": "2", "MANAGER_TOMBSTONE_S": "20", "MANAGER_MIN_TTL_S": "5",
-    "SIDECAR_COLLECT_INTERVAL_S": "5", "SIDECAR_TOMBSTONE_S": "20", "SIDECAR_LEFTOVER_S": "30",
-    "SIDECAR_SPARE_S": "20", "SIDECAR_SAVE_DEADLINE_S": "20", "SIDECAR_REPORT_S": "20", "SIDECAR_ORPHAN_AFTER_S": "30",
-    "SIDECAR_MEMORY_LIMIT_BYTES": str(64 << 20),
+    "SIDECAR_COLLECT_INTERVAL_S": "5", "SIDECAR_ORPHAN_AFTER_S": "30", "SIDECAR_MEMORY_LIMIT_BYTES": str(64 << 20),
+    "SIDECAR_BOUNDS": '{"tombstone_ms": 20000, "spare_ms": 20000, "save_deadline_ms": 20000, "leftover_s": 30}',
 }  # fmt: skip
 """Everything that is kept for a time is kept for a short one, so that ten minutes hold it many times over."""
 

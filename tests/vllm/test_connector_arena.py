@@ -151,7 +151,7 @@ def test_what_was_written_over_under_an_engine_that_stood_still_is_not_taken_for
     held: list[tuple[Any, bytes]] = []
     going_on = threading.Event()
     with (
-        running(tmp_path, lease_s=1, collect_interval_s=0.1) as process,
+        running(tmp_path, lease_ms=1_000, collect_interval_s=0.1) as process,
         ranks_of(process, 2) as (stopped, other),
         ThreadPoolExecutor(1) as pool,
     ):

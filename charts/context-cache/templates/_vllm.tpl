@@ -141,13 +141,12 @@ readinessProbe:
 {{- if and (eq $gpus 0) (ne (mod (int $engine.blockSize) 32) 0) }}
 {{- fail (printf "engine.blockSize (%d) must be a multiple of 32 with engine.gpu.count 0: vLLM's attention on CPUs supports no other block size" (int $engine.blockSize)) }}
 {{- end }}
-{{- $drain := get .Values.sidecar.settings "drainS" | default 5 | float64 | ceil | int }}
 {{- $store := ne "" (dig "storeUrl" "" .Values.sidecar.settings) }}
-{{- /* What an ending sidecar has goes to the store, or to its peers. */}}
-{{- $flush := ternary (dig "storeFlushS" 20.0 .Values.sidecar.settings) (ternary (dig "handoverS" 20.0 .Values.sidecar.settings) 0.0 (ne "[]" (include "context-cache.sidecar.takers" .))) $store | float64 | ceil | int }}
-{{- $needed := add $engine.preStopSleepS $engine.shutdownTimeoutS $drain $flush }}
+{{- /* An ending sidecar saves its contexts in the store or to its peers, and drains for 5 s (kv_sidecar DRAIN_S). */}}
+{{- $flush := ternary (dig "handoverS" 20.0 .Values.sidecar.settings) 0.0 (or $store (ne "[]" (include "context-cache.sidecar.takers" .))) | float64 | ceil | int }}
+{{- $needed := add $engine.preStopSleepS $engine.shutdownTimeoutS 5 $flush }}
 {{- if lt (int $engine.terminationGracePeriodSeconds) (int $needed) }}
-{{- fail (printf "engine.terminationGracePeriodSeconds (%d) must be at least %d: engine.preStopSleepS, engine.shutdownTimeoutS, and sidecar.settings.drainS and handoverS (with a store: storeFlushS). Otherwise running answers are cut or KV is lost" (int $engine.terminationGracePeriodSeconds) (int $needed)) }}
+{{- fail (printf "engine.terminationGracePeriodSeconds (%d) must be at least %d: engine.preStopSleepS, engine.shutdownTimeoutS, 5 s of the sidecar and sidecar.settings.handoverS. Otherwise running answers are cut or KV is lost" (int $engine.terminationGracePeriodSeconds) (int $needed)) }}
 {{- end }}
 {{- if not (or $engine.rollout.maxSurge $engine.rollout.maxUnavailable) }}
 {{- fail "engine.rollout: maxSurge and maxUnavailable must not both be 0. No pod could be replaced" }}

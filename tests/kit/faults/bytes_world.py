@@ -8,6 +8,7 @@ in that of the gateway. A part that dies is started again. What was acknowledged
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import secrets
@@ -135,16 +136,13 @@ class Pod:
             "SIDECAR_BLOCK_TOKENS": str(BLOCK_TOKENS),
             "SIDECAR_PEERS": '["*"]',
             "SIDECAR_MANAGER": manager,
-            "SIDECAR_MANAGER_TIMEOUT_S": str(_CALL_S),
             "SIDECAR_ORPHAN_AFTER_S": str(ORPHAN_AFTER_S),
             "SIDECAR_COLLECT_INTERVAL_S": "0.3",
-            "SIDECAR_SAVE_DEADLINE_S": str(SAVE_DEADLINE_S),
-            "SIDECAR_SPARE_S": "0",
-            "SIDECAR_LEFTOVER_S": "1",
+            "SIDECAR_BOUNDS": json.dumps({"save_deadline_ms": SAVE_DEADLINE_S * 1000, "spare_ms": 0, "leftover_s": 1}),
             "SIDECAR_METRICS_PORT": str(self._metrics_port),
             "SIDECAR_LOG_LEVEL": "WARNING",
         }
-        self.part = Part(name, "kv_sidecar", env, directory)
+        self.part = Part(name, "tests.kit.bounded_sidecar", env, directory)
 
     @property
     def engine(self) -> EngineRank:

@@ -22,7 +22,7 @@ _DURATION = re.compile(r"(?<!_per)_(s|ms)$")
 def connector_fields() -> list[str]:
     """Return the connector's settings, read: importing its package imports vLLM."""
     module = ast.parse((ROOT / "vllm_plugin/connector/settings.py").read_text())
-    (fields,) = (found.body for found in module.body if isinstance(found, ast.ClassDef))
+    fields = next(found.body for found in module.body if isinstance(found, ast.ClassDef) and "Settings" in found.name)
     return [field.target.id for field in fields if isinstance(field, ast.AnnAssign)]
 
 
@@ -81,14 +81,14 @@ def test_every_time_that_can_be_set_is_on_the_page():
 
 
 def test_every_setting_the_page_names_exists():
-    """Seen to fail with `SIDECAR_SAVE_DEADLINE_S` misspelt."""
+    """Seen to fail with `SIDECAR_HANDOVER_S` misspelt."""
     known = {prefix + name.upper() for prefix, model in PROCESSES.items() for name in model.model_fields}
     known |= {"--" + name.replace("_", "-") for name in EnvoySettings.model_fields} | {"--timeout-s"}
     known |= set(connector_fields())
     named = set(re.findall(r"`((?:GATEWAY|MANAGER|SIDECAR|TURN|INJECTOR)_[A-Z_]+|--[a-z-]+|[a-z_]+_ms)`", PAGE))
 
     assert named <= known, named - known
-    assert len(named) > 60
+    assert len(named) > 30
 
 
 def test_every_fixed_time_on_the_page_is_that_of_the_code():

@@ -55,7 +55,7 @@ async def pods(tmp_path: Path) -> AsyncIterator[Pods]:
     async with SidecarUnderTest(tmp_path / "there", clock=clock) as there:
         peer = CatalogPeer(there)
         here = SidecarUnderTest(
-            tmp_path / "here", clock=clock, connect_peer=peer.connect, peers=("10.0.0.0/24",), pulls_max=2
+            tmp_path / "here", clock=clock, connect_peer=peer.connect, peers=("10.0.0.0/24",), max_pulls=2
         )
         async with here:
             here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")

@@ -164,7 +164,7 @@ async def test_a_save_that_is_deleted_while_its_seal_waits_is_not_said_to_be_sea
 
 async def test_tombstones_end_after_their_time(kv: SidecarUnderTest, clock: ManualClock) -> None:
     await kv.catalog.delete(TENANT, SESSION, [])
-    clock.advance(s=kv.settings.tombstone_s)
+    clock.advance(ms=kv.settings.limits().tombstone_ms)
 
     assert await kv.save(PROMPT)
 
@@ -361,7 +361,7 @@ async def test_a_spoilt_block_is_put_aside_and_its_contexts_are_missed(
 
 
 async def test_spared_blocks_are_collected_after_their_time(tmp_path: Path, clock: ManualClock) -> None:
-    async with SidecarUnderTest(tmp_path, clock=clock, spare_s=60) as kv:
+    async with SidecarUnderTest(tmp_path, clock=clock, spare_ms=60_000) as kv:
         new = await kv.save(PROMPT)
         kv.memory.delete(block_key(kv.plan(new), 0, 0))
         kv.path_of(block_key(kv.plan(new), 0, 0)).unlink()
@@ -397,7 +397,7 @@ async def spare_at_hold_deadline(kv: SidecarUnderTest, clock: ManualClock, new: 
 
 async def spare_what_went_ahead(kv: SidecarUnderTest, clock: ManualClock, new: NewSave) -> None:
     await kv.send_all(replace(new, early=True))
-    clock.advance(s=kv.settings.save_deadline_s + 1)
+    clock.advance(ms=kv.settings.limits().save_deadline_ms + 1000)
     await kv.catalog.collect()
 
 
@@ -414,7 +414,7 @@ async def test_a_deleted_session_takes_its_spared_blocks_with_it_and_no_other_on
     tmp_path: Path, clock: ManualClock, spare: Callable[[SidecarUnderTest, ManualClock, NewSave], Awaitable[None]]
 ) -> None:
     """Seen failing: they lay there for minutes after the delete was answered."""
-    async with SidecarUnderTest(tmp_path, clock=clock, spare_s=300) as kv:
+    async with SidecarUnderTest(tmp_path, clock=clock, spare_ms=300_000) as kv:
         now_ms = clock.now_ms()
         for session_id, first in ((SESSION, 1), ("ctx_other", 2)):
             new = new_save((first, *PROMPT), now_ms=now_ms, session_id=session_id, started_at_ms=7)
@@ -603,7 +603,8 @@ async def test_what_a_full_arena_has_no_room_for_is_read_ahead_too(
 
     async with SidecarUnderTest(tmp_path, clock=clock) as kv:
         first, second = await kv.save(tuple(range(40))), await kv.save(tuple(range(50, 90)), session_id="ctx_2")
-    async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=10 * FILE_BYTES, prefetch_blocks=2) as kv:
+    async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=10 * FILE_BYTES) as kv:
+        kv.sidecar.tiers._prefetch_blocks = 2
         manifest = await kv.catalog.open(TENANT, first.cache_ref)
         holding = kv.catalog.load(manifest, first.fingerprint, 0, range(10), in_slots=True)
         for _ in range(10):

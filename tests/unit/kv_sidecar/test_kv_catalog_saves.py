@@ -272,7 +272,7 @@ async def test_a_save_over_the_disk_limit_is_refused_and_leaves_nothing(tmp_path
 async def test_too_many_saves_at_once_are_refused_and_the_refused_one_may_come_again(
     tmp_path: Path, clock: ManualClock
 ) -> None:
-    async with SidecarUnderTest(tmp_path, clock=clock, saves_max=1) as kv:
+    async with SidecarUnderTest(tmp_path, clock=clock, max_saves=1) as kv:
         first, second = (new_save(PROMPT, now_ms=clock.now_ms()) for _ in range(2))
         await kv.send_all(first)
         with pytest.raises(StorageFull):
@@ -460,7 +460,7 @@ async def test_a_save_that_is_never_sealed_is_dropped_after_its_deadline(
 ) -> None:
     new = new_save(PROMPT, now_ms=clock.now_ms())
     await kv.send_all(new)
-    clock.advance(s=kv.settings.save_deadline_s - 1)
+    clock.advance(ms=kv.settings.limits().save_deadline_ms - 1000)
     await kv.catalog.collect()
     assert len(kv.block_files()) == 3
     clock.advance(s=1)
@@ -476,7 +476,7 @@ async def test_a_save_that_goes_on_is_not_dropped(kv: SidecarUnderTest, clock: M
     new = new_save(PROMPT, now_ms=clock.now_ms())
     await kv.catalog.prepare_save(new)
     for block_index in range(3):
-        clock.advance(s=kv.settings.save_deadline_s - 1)
+        clock.advance(ms=kv.settings.limits().save_deadline_ms - 1000)
         await kv.catalog.collect()
         await kv.send(new, block_index)
 

@@ -87,7 +87,7 @@ async def test_any_mixture_serves_only_right_bytes_and_ends_clean(tmp_path: Path
         await traffic.run(120)
         assert kv.memory.usage().size_bytes <= rounded(memory_limit_bytes)
         assert not kv.memory.has_pins
-        clock.advance(s=kv.settings.save_deadline_s)
+        clock.advance(ms=kv.settings.limits().save_deadline_ms)
         await kv.catalog.collect()
         live = {ref: await kv.catalog.open(TENANT, ref) for ref in kv.manifest_files()}
 

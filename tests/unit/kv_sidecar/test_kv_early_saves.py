@@ -73,7 +73,7 @@ async def test_what_waits_too_long_for_its_save_goes_and_the_save_comes_all_the_
     ref = new_cache_ref()
     await kv.send_all(ahead(kv, 16, ref, started_at_ms=7))
     assert isinstance(kv.clock, ManualClock)
-    kv.clock.advance(s=kv.settings.save_deadline_s + 1)
+    kv.clock.advance(ms=kv.settings.limits().save_deadline_ms + 1000)
     await kv.sidecar.collect()
     assert kv.block_files() == set()
 
@@ -84,12 +84,12 @@ async def test_what_waits_too_long_for_its_save_goes_and_the_save_comes_all_the_
 async def test_what_waited_too_long_for_its_save_is_not_sent_again(tmp_path: Path) -> None:
     """Seen failing: with a slow answer all of a context was sent again for every plan."""
     ref, clock = new_cache_ref(), ManualClock()
-    async with SidecarUnderTest(tmp_path, clock=clock, spare_s=300) as kv:
+    async with SidecarUnderTest(tmp_path, clock=clock, spare_ms=300_000) as kv:
         await kv.send_all(ahead(kv, 8, ref))
-        clock.advance(s=kv.settings.save_deadline_s + 1)
+        clock.advance(ms=kv.settings.limits().save_deadline_ms + 1000)
         await kv.catalog.collect()
         assert (await kv.send_all(ahead(kv, 16, ref))).missing_files == (2, 3)
-        clock.advance(s=kv.settings.save_deadline_s + 1)
+        clock.advance(ms=kv.settings.limits().save_deadline_ms + 1000)
         await kv.catalog.collect()
 
         assert (await kv.send_all(whole(kv, ref))).missing_files == (4,)
@@ -101,9 +101,9 @@ async def test_a_save_has_all_its_time_however_long_what_went_ahead_has_waited(t
     ref, clock = new_cache_ref(), ManualClock()
     async with SidecarUnderTest(tmp_path, clock=clock) as kv:
         await kv.send_all(ahead(kv, 16, ref))
-        clock.advance(s=kv.settings.save_deadline_s - 1)
+        clock.advance(ms=kv.settings.limits().save_deadline_ms - 1000)
         prepared = await kv.catalog.prepare_save(whole(kv, ref))
-        clock.advance(s=kv.settings.save_deadline_s - 1)
+        clock.advance(ms=kv.settings.limits().save_deadline_ms - 1000)
         await kv.catalog.collect()
         for block_index in prepared.missing_files:
             await kv.send(whole(kv, ref), block_index)

@@ -112,7 +112,7 @@ async def test_a_failure_outlives_no_seal(kv: SidecarUnderTest, tmp_path: Path) 
     assert isinstance(clock, ManualClock)
     new = new_save(PROMPT, now_ms=clock.now_ms(), started_at_ms=7)
     await kv.catalog.prepare_save(new)
-    clock.advance(s=kv.settings.save_deadline_s)
+    clock.advance(ms=kv.settings.limits().save_deadline_ms)
     await kv.catalog.collect()
     late = kv.catalog.save_failure(TENANT, new.cache_ref)
     await kv.send_all(replace(new, started_at_ms=9))
@@ -123,7 +123,7 @@ async def test_a_failure_outlives_no_seal(kv: SidecarUnderTest, tmp_path: Path) 
 
 
 async def test_a_save_that_could_not_be_held_to_its_end_is_gone_on_with(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path, spare_s=60) as kv:
+    async with SidecarUnderTest(tmp_path, spare_ms=60_000) as kv:
         first = new_save(PROMPT, now_ms=kv.clock.now_ms(), started_at_ms=7)
         await kv.catalog.prepare_save(first)
         await kv.send(first, 0)

@@ -32,7 +32,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 async def kv(tmp_path: Path, clock: ManualClock) -> AsyncIterator[SidecarUnderTest]:
-    async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=3 * FILE_BYTES, leases_max=1) as kv:
+    async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=3 * FILE_BYTES, max_leases=1) as kv:
         yield kv
 
 
@@ -95,7 +95,7 @@ async def test_a_lease_nobody_ends_is_over_at_its_time(kv: SidecarUnderTest, clo
 
 
 async def test_a_lease_is_never_longer_than_the_sidecar_allows(tmp_path: Path, clock: ManualClock) -> None:
-    async with SidecarUnderTest(tmp_path, clock=clock, lease_s=1) as kv:
+    async with SidecarUnderTest(tmp_path, clock=clock, lease_ms=1_000) as kv:
         await named(kv, await kv.save(PROMPT), LeaseTerms("c" * 32, 1 << 60))
         clock.advance(s=1)
         await kv.catalog.collect()

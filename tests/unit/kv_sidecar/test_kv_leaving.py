@@ -85,7 +85,7 @@ def leave(kv: SidecarUnderTest, sessions: Sessions) -> Callable[..., object]:
 
     async def run(*peers: Peer, timeout_s: float = 60, bytes_max: int = 0) -> int:
         by_address = {f"127.0.0.1:{number}": it for number, it in enumerate(peers, 2)}
-        limits = HandOverLimits(timeout_s, bytes_max, ME, MINE, (MINE, *by_address))
+        limits = HandOverLimits(timeout_s, ME, MINE, (MINE, *by_address), bytes_max)
         story = HandOver(
             kv.catalog.sealed,
             sessions,

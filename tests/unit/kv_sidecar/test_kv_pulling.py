@@ -96,7 +96,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     async with SidecarUnderTest(tmp_path / "there", clock=clock) as there:
         peer = CatalogPeer(there)
         here = SidecarUnderTest(
-            tmp_path / "here", clock=clock, connect_peer=peer.connect, peers=("10.0.0.0/24",), pulls_max=2
+            tmp_path / "here", clock=clock, connect_peer=peer.connect, peers=("10.0.0.0/24",), max_pulls=2
         )
         async with here:
             pair = Pair(here, there, peer, clock)
@@ -390,7 +390,7 @@ async def test_nobody_may_ask_for_more_time_than_the_sidecar_gives(tmp_path: Pat
         tmp_path / "third",
         connect_peer=lambda address, timeout_s: given.append(timeout_s) or pair.peer,
         peers=("*",),
-        pull_timeout_s=3,
+        timeout_s=3,
     )
     async with here:
         here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
@@ -409,8 +409,8 @@ async def test_a_larger_context_gets_more_time(tmp_path: Path, pair: Pair) -> No
         tmp_path / "third",
         connect_peer=lambda address, timeout_s: pair.peer,
         peers=("*",),
-        pull_timeout_s=0.05,
-        pull_bytes_per_s_min=1,
+        timeout_s=0.05,
+        bytes_per_s_min=1,
     ) as here:
         here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
         here.sidecar.pulls.start(Wanted(TENANT, (new.cache_ref,), PEER))

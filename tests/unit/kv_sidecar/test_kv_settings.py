@@ -9,7 +9,8 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, ContextDeleted
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.moving.frames import FrameAssembly
+from kv_sidecar.load_reports import LoadReports
+from kv_sidecar.moving.frames import STREAMS_MAX, FrameAssembly
 from kv_sidecar.server import KVSidecarServicer
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
 
@@ -17,7 +18,7 @@ PROMPT = tuple(range(10))
 
 
 async def test_of_the_names_that_were_deleted_the_oldest_may_be_saved_again(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path, tombstones_max=1) as kv:
+    async with SidecarUnderTest(tmp_path, max_tombstones=1) as kv:
         first, second = (new_save(PROMPT, now_ms=kv.clock.now_ms()) for _ in range(2))
         for new in (first, second):
             await kv.catalog.delete(TENANT, "", [new.cache_ref])
@@ -28,7 +29,8 @@ async def test_of_the_names_that_were_deleted_the_oldest_may_be_saved_again(tmp_
 
 
 async def test_one_more_than_may_wait_for_a_seal_or_a_report_gets_no_wait(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path, clock=ManualClock(), waiters_max=1) as kv:
+    async with SidecarUnderTest(tmp_path, clock=ManualClock(), max_waiters=1) as kv:
+        kv.sidecar.reports = LoadReports(kv.clock, max_waiters=1)
         new = new_save(PROMPT, now_ms=kv.clock.now_ms())
         await kv.catalog.prepare_save(new)
         waiting = [
@@ -46,7 +48,8 @@ async def test_one_more_than_may_wait_for_a_seal_or_a_report_gets_no_wait(tmp_pa
 
 
 async def test_the_newest_reports_are_kept(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path, reports_max=2) as kv:
+    async with SidecarUnderTest(tmp_path) as kv:
+        kv.sidecar.reports = LoadReports(kv.clock, max_reports=2)
         for name in "abc":
             kv.sidecar.reports.put(pb.LoadReport(request_id=name))
 
@@ -55,8 +58,9 @@ async def test_the_newest_reports_are_kept(tmp_path: Path) -> None:
             await kv.sidecar.reports.get("a", timeout_s=0)
 
 
-async def test_as_many_tenants_as_wanted_are_shown_by_name(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path, tenants_shown_max=1) as kv:
+async def test_as_many_tenants_as_wanted_are_shown_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_sidecar.sidecar.TENANTS_SHOWN_MAX", 1)
+    async with SidecarUnderTest(tmp_path) as kv:
         await kv.save(PROMPT, tenant="small", session_id="ctx_small")
         await kv.save(tuple(range(100)), tenant="large", session_id="ctx_large")
         await kv.sidecar.collect()
@@ -71,7 +75,8 @@ async def test_as_many_tenants_as_wanted_are_shown_by_name(tmp_path: Path) -> No
 async def test_as_many_blocks_are_read_ahead_as_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    async with SidecarUnderTest(tmp_path, prefetch_blocks=ahead, memory_limit_bytes=0) as kv:
+    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0) as kv:
+        kv.sidecar.tiers._prefetch_blocks = ahead
         new = await kv.save(tuple(range(10 * kv.settings.block_tokens)))
         manifest = await kv.catalog.open(TENANT, new.cache_ref)
         begun: list[int] = []
@@ -90,12 +95,12 @@ async def test_as_many_blocks_are_read_ahead_as_wanted(
 
 
 async def test_as_many_files_come_by_frames_at_once_as_wanted(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path, slots=False, frame_streams_max=2) as kv:
+    async with SidecarUnderTest(tmp_path, slots=False) as kv:
         slots = KVSidecarServicer(kv.sidecar)._frame_slots
-        streams = [FrameAssembly(slots, limit_bytes=100) for _ in range(3)]
-        for stream in streams[:2]:
+        streams = [FrameAssembly(slots, limit_bytes=100) for _ in range(STREAMS_MAX + 1)]
+        for stream in streams[:-1]:
             await stream.add(("ref", 0, 0), b"x", last=False)
-        third = asyncio.create_task(streams[2].add(("ref", 0, 1), b"y", last=True))
+        third = asyncio.create_task(streams[-1].add(("ref", 0, 1), b"y", last=True))
         await asyncio.sleep(0)
         assert not third.done()
 

@@ -92,7 +92,7 @@ def pod(tmp_path: Path, clock: ManualClock) -> Callable[..., object]:
 
     @asynccontextmanager
     async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:
-        settings = {"store_url": f"file://{tmp_path}/store", "store_collect_interval_s": 1} | more
+        settings = {"store_url": f"file://{tmp_path}/store", "interval_s": 1} | more
         async with SidecarUnderTest(tmp_path / name, clock=clock, **settings) as kv:
             kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
             yield kv
@@ -144,7 +144,7 @@ async def test_every_pod_shows_what_the_one_that_collected_has_counted(pod, cloc
         await kv.save(tuple(range(10)))
         await written(kv)
         await kv.sidecar.collect_shared()
-    async with pod("b", store_collect_interval_s=10_000) as kv:
+    async with pod("b", interval_s=10_000) as kv:
         await kv.sidecar.collect_shared()
         assert kv.counted("store_tenant_bytes", tenant=TENANT) == stored_bytes(tmp_path) > 0
 
@@ -199,7 +199,7 @@ async def test_what_a_crash_left_of_a_context_that_was_leaving_is_collected(pod,
             await kv.sidecar.collect_shared()
         assert stored_bytes(tmp_path) == size_bytes
     monkeypatch.undo()
-    async with pod("c", store_grace_s=60, orphan_after_s=10 * HOUR_S) as kv:
+    async with pod("c", grace_s=60, orphan_after_s=10 * HOUR_S) as kv:
         for _ in range(2):
             clock.advance(s=120)
             await kv.sidecar.collect_shared()

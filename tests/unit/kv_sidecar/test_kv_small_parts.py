@@ -110,7 +110,7 @@ async def test_waiting_is_bounded_in_time_and_number() -> None:
 
 
 def reports(clock: ManualClock) -> LoadReports:
-    return LoadReports(clock=clock, max_reports=2, keep_ms=1000, max_waiters=4)
+    return LoadReports(clock, max_reports=2, keep_ms=1000, max_waiters=4)
 
 
 async def test_a_report_that_comes_later_is_waited_for() -> None:

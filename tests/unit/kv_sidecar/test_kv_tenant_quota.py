@@ -111,7 +111,7 @@ async def test_what_is_counted_is_rebuilt_from_the_manifests_at_start(tmp_path: 
 
 
 async def test_a_block_put_aside_is_given_back(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0, spare_s=60) as kv:
+    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0, spare_ms=60_000) as kv:
         new = await kv.save(TEN)
         path = kv.path_of(block_key(kv.plan(new), 1, 0))
         path.write_bytes(path.read_bytes()[:-1] + b"\xff")

@@ -179,7 +179,7 @@ async def test_a_stored_block_nobody_vouches_for_is_sent_again(tmp_path: Path) -
 
 
 async def test_spared_blocks_of_a_context_that_misses_one_are_counted_on(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0, spare_s=60) as kv:
+    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0, spare_ms=60_000) as kv:
         new = await kv.save(TEN)
         kv.path_of(block_key(kv.plan(new), 1, 0)).unlink()
         for _ in range(2):
@@ -194,7 +194,7 @@ async def test_spared_blocks_of_a_context_that_misses_one_are_counted_on(tmp_pat
 
 async def test_a_tail_saved_again_under_its_name_may_hold_other_tokens(tmp_path: Path) -> None:
     """Seen failing: with tails spared too, the old one stays, and the new manifest vouches for a tail it cannot use."""
-    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0, spare_s=60) as kv:
+    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0, spare_ms=60_000) as kv:
         new = await kv.save(TEN)
         kv.path_of(block_key(kv.plan(new), 1, 0)).unlink()
         for _ in range(2):
@@ -207,7 +207,7 @@ async def test_a_tail_saved_again_under_its_name_may_hold_other_tokens(tmp_path:
 
 async def test_a_context_with_many_wrong_blocks_is_whole_after_one_save(tmp_path: Path) -> None:
     """With the lost context's other blocks spared, the save after the recompute counted on the next wrong one."""
-    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0, spare_s=60) as kv:
+    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0, spare_ms=60_000) as kv:
         new = await kv.save(TEN)
         for index in range(2):
             give_other_bytes(kv.path_of(block_key(kv.plan(new), index, 0)), kv.plan(new), index)

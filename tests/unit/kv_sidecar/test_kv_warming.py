@@ -304,7 +304,7 @@ async def test_a_pod_lists_what_it_used_last_and_nothing_of_plain_requests(world
 
 async def test_the_collector_removes_lists_that_nobody_has_taken(world: World) -> None:
     await world.gone()
-    async with world.pod("b", store_collect_interval_s=1, store_grace_s=60) as kv:
+    async with world.pod("b", interval_s=1, grace_s=60) as kv:
         await kv.sidecar.collect_shared()
         assert len(world.files()) == 1
         world.clock.advance(s=120)
@@ -419,7 +419,7 @@ async def settled() -> None:
 
 async def test_what_nobody_waits_for_comes_one_file_at_a_time_and_takes_no_turns_place(world: World, held) -> None:
     first, second, third = await world.gone()
-    async with world.pod("b", pulls_max=1) as kv:
+    async with world.pod("b", max_pulls=1) as kv:
         pulls, go = kv.sidecar.pulls, held(kv)
         warm = asyncio.create_task(pulls.fetch(wanted(first)))
         await settled()
