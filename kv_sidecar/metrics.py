@@ -1,11 +1,10 @@
-"""All metrics of the sidecar process, in a registry that is passed in."""
+"""All metrics of the sidecar process, as a table. Label values are fixed words; a scrape's cost stays bounded."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -20,203 +19,189 @@ PULL_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
 class SidecarMetrics:
-    """Counters the parts count in; label values are fixed words."""
+    """Counters, gauges and histograms of one process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"contextcache_sidecar_{name}", text, labels, registry=registry)
-
         self._registry = registry
-        self.saves = counter("saves", "Saves that engine ranks or pulls announced.")
-        self.blocks_taken = counter("taken_blocks", "Block files received and verified.")
-        self.bytes_taken = counter("taken_bytes", "Bytes of received block files.")
-        self.seals = counter("seals", "Manifests made durable.")
-        self.refused = counter(
+        self.certificates = CertificateMetrics("contextcache_sidecar", registry)
+        self.lost_spans = self._counter("lost_spans", "Trace spans that did not reach the collector.")
+        self._add_contexts()
+        self._add_moves()
+        self._add_store()
+        self._add_tiers()
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"contextcache_sidecar_{name}", text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"contextcache_sidecar_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, *labels: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"contextcache_sidecar_{name}", text, labels, buckets=buckets, registry=self._registry)
+
+    def _add_contexts(self) -> None:
+        self.saves = self._counter("saves", "Saves that engine ranks or pulls announced.")
+        self.blocks_taken = self._counter("taken_blocks", "Block files received and verified.")
+        self.bytes_taken = self._counter("taken_bytes", "Bytes of received block files.")
+        self.seals = self._counter("seals", "Manifests made durable.")
+        self.refused = self._counter(
             "refused_saves",
             "Saves that ended without a manifest, by error code or by the reason that an engine's rank gave "
             "(`staging_full`, `queue_full`, …). `other`: a reason that this release does not know.",
-            ("code",),
+            "code",
         )
-        self.hits = counter("served_blocks", "Blocks read, by the tier that had them.", ("tier",))
-        self.misses = counter("misses", "Look-ups of a manifest that is absent, deleted or unreadable.")
-        self.prefix_matches = counter(
-            "prefix_matches",
-            "Prefix look-ups for a prompt, by result: `some` or `none`.",
-            ("found",),
+        self.hits = self._counter("served_blocks", "Blocks read, by the tier that had them.", "tier")
+        self.misses = self._counter("misses", "Look-ups of a manifest that is absent, deleted or unreadable.")
+        self.prefix_matches = self._counter(
+            "prefix_matches", "Prefix look-ups for a prompt, by result: `some` or `none`.", "found"
         )
-        self.peer_matches = counter(
+        self.peer_matches = self._counter(
             "peer_matches",
             "Prefix look-ups elsewhere, at another pod's sidecar (`peer`) or in the shared store (`object`), "
             "by result. `some`: a pull starts. `none`: no match. `silent`: no answer.",
-            ("source", "found"),
+            "source",
+            "found",
         )
-        self.replaced = counter(
-            "replaced_contexts",
-            "Manifests of kept KV removed because a longer one of the same conversation begins with it.",
+        self.replaced = self._counter(
+            "replaced_contexts", "Manifests of kept KV that a longer one of the same conversation replaced."
         )
-        self.deletes = counter("deleted_contexts", "Manifests that a delete removed.")
-        self.collected = counter("collected_contexts", "Manifests removed at their expiry.")
-        self.evicted = counter(
+        self.deletes = self._counter("deleted_contexts", "Manifests that a delete removed.")
+        self.collected = self._counter("collected_contexts", "Manifests removed at their expiry.")
+        self.evicted = self._counter(
             "evicted_contexts",
             "Manifests evicted from disk to make room, least recently used first. Their next turn computes the prompt.",
         )
-        self.orphaned = counter(
+        self.orphaned = self._counter(
             "orphaned_contexts",
             "Manifests removed because no session names them: after a lost delete, a crash, or a newer generation.",
         )
-        self.failed_questions = counter(
+        self.failed_questions = self._counter(
             "failed_manager_questions",
             "Calls of the context manager about stored KV that had no usable answer. The sidecar frees "
             "nothing after such a call.",
         )
-        self.freed_bytes = counter("freed_bytes", "Bytes of block files removed from disk.")
-        self.quarantined = counter(
+        self.freed_bytes = self._counter("freed_bytes", "Bytes of block files removed from disk.")
+        self.quarantined = self._counter(
             "quarantined_files", "Damaged files in quarantine: block files, manifests and anything in their place."
         )
-        self.last_collect = Gauge(
-            "contextcache_sidecar_last_collect_timestamp_seconds",
+        self.last_collect = self._gauge(
+            "last_collect_timestamp_seconds",
             "Unix time in seconds at which the last complete collector pass began. 0: none since the start.",
-            registry=registry,
         )
-        self.leases = counter(
-            "leases", "Leases on KV, by end: ended by the engine, expired, or refused at the limit.", ("end",)
+        self.leases = self._counter(
+            "leases", "Leases on KV, by end: ended by the engine, expired, or refused at the limit.", "end"
         )
-        self.bad_copies = counter(
+        self.bad_copies = self._counter(
             "bad_memory_copies",
             "Blocks in memory that differed from their manifest. The sidecar dropped them and read the disk.",
         )
-        self.collector_failures = counter("collector_failures", "Collector passes that failed.")
-        self._count_moves(counter)
-        self.store_writes = counter(
-            "store_writes",
-            "Contexts and kept KV written to the shared store, by outcome. `present`: already there. "
-            "`deleted`, `gone`: removed meanwhile. `no_key`: no encryption key for their tenant. "
-            "`unavailable`: will be retried. Others: `written`, `queue_full`, `internal_error`.",
-            ("outcome",),
-        )
-        self.store_bytes = counter(
-            "store_bytes", "Bytes of block files written to and read from the shared store.", ("operation",)
-        )
-        self.store_unopened = counter(
-            "store_unopened_objects",
-            "Objects of the shared store that could not be decrypted, because of a missing key or changed "
-            "bytes. Each is a miss.",
-        )
-        self.store_evicted = counter(
-            "store_evicted_contexts",
-            "Contexts evicted from the shared store, least recently used first. Copies on pods stay.",
-        )
-        self.store_waiting = Gauge(
-            "contextcache_sidecar_store_waiting",
-            "Contexts and kept KV that wait to be written to the shared store.",
-            registry=registry,
-        )
-        self.certificates = CertificateMetrics("contextcache_sidecar", registry)
-        self._io_seconds = Histogram(
-            "contextcache_sidecar_io_seconds",
-            "Seconds to read, write or check one block file, by tier (`host`: memory).",
-            ("operation", "tier"),
-            buckets=IO_SECONDS,
-            registry=registry,
-        )
-        self._io_bytes = counter("io_bytes", "Bytes read, written and checked, by tier.", ("operation", "tier"))
-        self.lent_bytes = Gauge("contextcache_sidecar_lent_bytes", "Bytes of slots lent to engines.", registry=registry)
-        self.free_inodes = Gauge(
-            "contextcache_sidecar_free_inodes",
-            "Files that the filesystem of the data directory can still create. `+Inf`: unknown. KV is "
-            "evicted below 1 024, or below 5 % on a small filesystem.",
-            registry=registry,
-        )
-        self.engine_start = Gauge(
-            "contextcache_sidecar_engine_start",
-            "1 for the outcome of vLLM's last start in an injected pod. `added`: with our arguments. Others: without "
-            "them, for the reason. All 0: vLLM's process did not run our code, as with `python -S`.",
-            ("outcome",),
-            registry=registry,
-        )
-        self.lost_spans = counter("lost_spans", "Trace spans that did not reach the collector.")
-        self.tenant_bytes = TenantBytes(
-            "contextcache_sidecar_tenant_bytes",
-            "Bytes of block files on disk by tenant, each file once. The largest `SIDECAR_TENANTS_SHOWN_MAX` "
-            "tenants have a name. All others share an empty name. Limit: `SIDECAR_TENANT_LIMIT_BYTES`. "
-            "Updated by each collector pass.",
-            registry=registry,
-        )
-        self.store_tenant_bytes = TenantBytes(
-            "contextcache_sidecar_store_tenant_bytes",
-            "Bytes of block files in the shared store by tenant, from the last pass over it. Every pod of a "
-            "release shows the same figures. Names as in the disk metric. Limit: "
-            "`SIDECAR_STORE_TENANT_LIMIT_BYTES`.",
-            registry=registry,
-        )
-        for tier in TIERS:
-            self.hits.labels(tier)
+        self.collector_failures = self._counter("collector_failures", "Collector passes that failed.")
 
-    def _count_moves(self, counter: Callable[..., Counter]) -> None:
-        """KV from and to other pods."""
-        self.pulls = counter(
+    def _add_moves(self) -> None:
+        self.pulls = self._counter(
             "pulls",
             "Pulls from a peer, by outcome. Ended: `pulled`, `deadline` or an error code. Not started: "
             "`present`, `peer_not_allowed`, `no_engine`, `too_many_pulls`, `draining`.",
-            ("outcome",),
+            "outcome",
         )
-        self.pulled_bytes = counter("pulled_bytes", "Bytes of block files pulled from peers and verified.")
-        self.pull_seconds = Histogram(
-            "contextcache_sidecar_pull_seconds",
-            "Duration of pulls in seconds, failed pulls included.",
-            buckets=PULL_SECONDS,
-            registry=self._registry,
+        self.pulled_bytes = self._counter("pulled_bytes", "Bytes of block files pulled from peers and verified.")
+        self.pull_seconds = self._histogram(
+            "pull_seconds", "Duration of pulls in seconds, failed pulls included.", buckets=PULL_SECONDS
         )
-        self.handed_over = counter(
+        self.handed_over = self._counter(
             "handed_over_contexts",
             "Contexts that an ending pod offered to a peer, by outcome. `moved`: the peer is the holder now. "
             "`refused`: by the peer. `gone`: no session names them. `failed`: by an error.",
-            ("outcome",),
+            "outcome",
         )
-        self.warmed = counter(
+        self.warmed = self._counter(
             "warmed_contexts",
             "Contexts of gone pods that this pod tried to take over at its start, by outcome. `warmed`: "
             "pulled, this pod is the holder. `present`: already here. `elsewhere`: another pod is the "
             "holder. `gone`: no session names them. `no_room`: no space. Else the error code of the pull or "
             "of the manager.",
-            ("outcome",),
+            "outcome",
         )
-        self.hot_lists = counter(
+        self.hot_lists = self._counter(
             "hot_lists",
             "Lists of recently used contexts in the shared store, by outcome. `written`: this pod's list. "
             "`taken`: taken over from a gone pod. `unavailable`: no store. `internal_error`: a fault.",
-            ("outcome",),
+            "outcome",
         )
+
+    def _add_store(self) -> None:
+        self.store_writes = self._counter(
+            "store_writes",
+            "Contexts and kept KV written to the shared store, by outcome. `present`: already there. "
+            "`deleted`, `gone`: removed meanwhile. `no_key`: no encryption key for their tenant. "
+            "`unavailable`: will be retried. Others: `written`, `queue_full`, `internal_error`.",
+            "outcome",
+        )
+        self.store_bytes = self._counter(
+            "store_bytes", "Bytes of block files written to and read from the shared store.", "operation"
+        )
+        self.store_unopened = self._counter(
+            "store_unopened_objects",
+            "Objects of the shared store that could not be decrypted, because of a missing key or changed "
+            "bytes. Each is a miss.",
+        )
+        self.store_evicted = self._counter(
+            "store_evicted_contexts",
+            "Contexts evicted from the shared store, least recently used first. Copies on pods stay.",
+        )
+        self.store_waiting = self._gauge(
+            "store_waiting", "Contexts and kept KV that wait to be written to the shared store."
+        )
+
+    def _add_tiers(self) -> None:
+        self.io_seconds = self._histogram(
+            "io_seconds",
+            "Seconds to read, write or check one block file, by tier (`host`: memory).",
+            "operation",
+            "tier",
+            buckets=IO_SECONDS,
+        )
+        self.io_bytes = self._counter("io_bytes", "Bytes read, written and checked, by tier.", "operation", "tier")
+        self.blocks = self._gauge("blocks", "Block files, by tier.", "tier")
+        self.size_bytes = self._gauge("bytes", "Bytes of block files, by tier.", "tier")
+        self.limit_bytes = self._gauge("limit_bytes", "Limit in bytes, by tier. 0: none.", "tier")
+        self.contexts = self._gauge("contexts", "Sealed manifests.")
+        self.lent_bytes = self._gauge("lent_bytes", "Bytes of slots lent to engines.")
+        self.free_inodes = self._gauge(
+            "free_inodes",
+            "Files that the filesystem of the data directory can still create. `+Inf`: unknown. KV is "
+            "evicted below 1 024, or below 5 % on a small filesystem.",
+        )
+        self.engine_start = self._gauge(
+            "engine_start",
+            "1 for the outcome of vLLM's last start in an injected pod. `added`: with our arguments. Others: without "
+            "them, for the reason. All 0: vLLM's process did not run our code, as with `python -S`.",
+            "outcome",
+        )
+        self.tenant_bytes = TenantBytes(
+            "contextcache_sidecar_tenant_bytes",
+            "Bytes of block files on disk by tenant, each file once. The 20 largest tenants have a name. All others "
+            "share an empty name. Limit: `SIDECAR_TENANT_LIMIT_BYTES`. Updated by each collector pass.",
+            registry=self._registry,
+        )
+        self.store_tenant_bytes = TenantBytes(
+            "contextcache_sidecar_store_tenant_bytes",
+            "Bytes of block files in the shared store by tenant, from the last pass over it. Every pod of a release "
+            "shows the same figures. Names as in the disk metric. Limit: `SIDECAR_STORE_TENANT_LIMIT_BYTES`.",
+            registry=self._registry,
+        )
+        for tier in TIERS:
+            self.hits.labels(tier)
 
     @contextmanager
     def io(self, operation: Literal["read", "write", "check"], tier: str) -> Iterator[Callable[[int], None]]:
-        """Time the enclosed work on one block file; tell what is yielded how many bytes it was. For threads too."""
+        """Time the enclosed work on one block file; pass the yielded function its bytes. Thread-safe."""
         began_s = time.perf_counter()
-        yield self._io_bytes.labels(operation, tier).inc
-        self._io_seconds.labels(operation, tier).observe(time.perf_counter() - began_s)
+        yield self.io_bytes.labels(operation, tier).inc
+        self.io_seconds.labels(operation, tier).observe(time.perf_counter() - began_s)
 
-    def watch(self, usage: dict[str, Callable[[], TierUsage]], num_contexts: Callable[[], int]) -> None:
-        """Show how full each tier is, and how many contexts there are, whenever somebody looks."""
-        blocks = Gauge("contextcache_sidecar_blocks", "Block files, by tier.", ("tier",), registry=self._registry)
-        size = Gauge("contextcache_sidecar_bytes", "Bytes of block files, by tier.", ("tier",), registry=self._registry)
-        limit = Gauge(
-            "contextcache_sidecar_limit_bytes", "Limit in bytes, by tier. 0: none.", ("tier",), registry=self._registry
-        )
-        contexts = Gauge("contextcache_sidecar_contexts", "Sealed manifests.", registry=self._registry)
-        contexts.set_function(num_contexts)
-        for tier, of_tier in usage.items():
-            blocks.labels(tier).set_function(partial(_num_blocks, of_tier))
-            size.labels(tier).set_function(partial(_size_bytes, of_tier))
-            limit.labels(tier).set_function(partial(_limit_bytes, of_tier))
-
-
-def _num_blocks(usage: Callable[[], TierUsage]) -> float:
-    return usage().num_blocks
-
-
-def _size_bytes(usage: Callable[[], TierUsage]) -> float:
-    return usage().size_bytes
-
-
-def _limit_bytes(usage: Callable[[], TierUsage]) -> float:
-    return usage().limit_bytes
+    def watch(self, tier: str, usage: Callable[[], TierUsage]) -> None:
+        """Show the usage of a tier at each scrape."""
+        self.blocks.labels(tier).set_function(lambda: usage().num_blocks)
+        self.size_bytes.labels(tier).set_function(lambda: usage().size_bytes)
+        self.limit_bytes.labels(tier).set_function(lambda: usage().limit_bytes)

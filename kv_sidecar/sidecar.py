@@ -162,7 +162,9 @@ class Sidecar:
         self._show_room()
 
     def _show_room(self) -> None:
-        self.metrics.watch({"host": self.memory.usage, "disk": self.disk.usage}, lambda: self.catalog.num_contexts)
+        self.metrics.watch("host", self.memory.usage)
+        self.metrics.watch("disk", self.disk.usage)
+        self.metrics.contexts.set_function(lambda: self.catalog.num_contexts)
         self.metrics.lent_bytes.set_function(lambda: self.memory.lent_bytes)
         self.metrics.free_inodes.set_function(self.disk.free_inodes)
         if self.settings.unix_socket is not None:

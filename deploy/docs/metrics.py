@@ -71,9 +71,7 @@ def metrics_of(part: str) -> list[Metric]:
 
 def _registered(part: str) -> Iterator[Metric]:
     registry = _Recording()
-    metrics = PARTS[part](registry)
-    if isinstance(metrics, SidecarMetrics):
-        metrics.watch({}, lambda: 0)
+    PARTS[part](registry)
     for collector in registry.collectors:
         for family in collector.collect():
             labels = tuple(getattr(collector, "_labelnames", ("tenant",)))

@@ -294,8 +294,10 @@ async def test_no_pass_of_the_collector_waits_for_another_and_only_the_first_one
 
 def test_tiers_are_shown_when_somebody_looks() -> None:
     registry = CollectorRegistry()
-    usage = {"host": lambda: TierUsage(1, 2, 3), "disk": lambda: TierUsage(4, 5, 0)}
-    SidecarMetrics(registry).watch(usage, lambda: 6)
+    metrics = SidecarMetrics(registry)
+    metrics.watch("host", lambda: TierUsage(1, 2, 3))
+    metrics.watch("disk", lambda: TierUsage(4, 5, 0))
+    metrics.contexts.set_function(lambda: 6)
 
     assert registry.get_sample_value("contextcache_sidecar_bytes", {"tier": "disk"}) == 5
     assert registry.get_sample_value("contextcache_sidecar_blocks", {"tier": "host"}) == 1
