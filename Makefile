@@ -10,7 +10,7 @@ STUBS := contextcache/v1 contextcache/extproc/v3
 BUILDER ?= $(firstword $(notdir $(shell command -v docker buildah)))
 RELEASE = $(shell $(PYTHON) -m deploy.release version)
 IMAGE_OPTIONS = --build-arg VERSION=$(RELEASE) $(if $(PYTHON_IMAGE),--build-arg PYTHON_IMAGE=$(PYTHON_IMAGE))
-OURS := contextcache context_manager kv_sidecar vllm_plugin gateway pod_injector deploy tests benchmarks examples
+OURS := contextcache context_manager kv_sidecar vllm_plugin integrations gateway pod_injector deploy tests benchmarks examples
 PROSE := README.md SECURITY.md CONTRIBUTING.md CHANGELOG.md tests/README.md charts/context-cache/README.md docs
 export TORCH_INDEX
 export SEED
@@ -45,7 +45,7 @@ fmt: install ## format all sources
 lint: install ## check style, types, imports, protos, spelling, dependencies, Dockerfiles, workflows and language
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && .venv/bin/lint-imports
 	@.venv/bin/buf lint && .venv/bin/buf format --diff --exit-code && .venv/bin/codespell && .venv/bin/deptry contextcache deploy
-	@.venv/bin/deptry --config deploy/server/pyproject.toml gateway context_manager kv_sidecar vllm_plugin pod_injector
+	@.venv/bin/deptry --config deploy/server/pyproject.toml gateway context_manager kv_sidecar vllm_plugin integrations pod_injector
 	@.venv/bin/hadolint deploy/docker/Dockerfile* && .venv/bin/actionlint && .venv/bin/zizmor --quiet --offline .github
 	@$(PY) -m deploy.docs.language && .venv/bin/proselint check --config deploy/docs/proselint.json $(PROSE)
 

@@ -391,6 +391,23 @@ class SaveOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedKV:
+    """KV that a connector loaded for one request (LoadReport of kv_sidecar.proto)."""
+
+    failed: bool
+    device_tokens: int
+    """Tokens that the engine had on its device."""
+    loaded_tokens: int
+    tier: str
+    """`host`, `disk`, `peer`, `object`; empty: nothing was loaded."""
+    restore_ms: float | None
+    """Milliseconds from the first look-up to the end of the load; None: unknown."""
+    reason: str = ""
+    compute_us_per_token: float = 0.0
+    """Microseconds that computing a token would have taken; 0: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForkedKV:
     """KV of a fork."""
 

@@ -10,7 +10,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 SERVER = "context-cache-server"
-SERVER_PACKAGES = ("gateway", "context_manager", "kv_sidecar", "vllm_plugin", "pod_injector")
+SERVER_PACKAGES = ("gateway", "context_manager", "kv_sidecar", "vllm_plugin", "integrations", "pod_injector")
 
 
 class ProjectMetadata(MetadataHookInterface):

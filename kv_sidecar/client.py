@@ -16,7 +16,17 @@ import grpc
 from opentelemetry.trace import Span, SpanKind
 
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
-from contextcache.model import CacheRef, ForkedKV, KeptGroup, KVGroup, Manifest, SaveOutcome, SessionId, TenantId
+from contextcache.model import (
+    CacheRef,
+    ForkedKV,
+    KeptGroup,
+    KVGroup,
+    LoadedKV,
+    Manifest,
+    SaveOutcome,
+    SessionId,
+    TenantId,
+)
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
@@ -145,7 +155,7 @@ class KVSidecarClient:
             self._stub().ReadAhead, pb.ReadAheadRequest(tenant=tenant, cache_refs=cache_refs), self._timeout_s
         )
 
-    async def load_report(self, request_id: str, *, timeout_ms: int) -> pb.LoadReport | None:
+    async def load_report(self, request_id: str, *, timeout_ms: int) -> LoadedKV | None:
         """Return what the connector did for a request, or None when no report came within `timeout_ms`."""
         request = pb.GetLoadReportRequest(request_id=request_id, timeout_ms=timeout_ms)
         timeout_s = self._timeout_s + timeout_ms / 1000
@@ -153,7 +163,16 @@ class KVSidecarClient:
             answer = await self._call(self._stub().GetLoadReport, request, timeout_s)
         except CacheRefNotFound:
             return None
-        return answer.report
+        report = answer.report
+        return LoadedKV(
+            failed=report.outcome == pb.LOAD_OUTCOME_FAILED,
+            device_tokens=report.device_tokens,
+            loaded_tokens=report.loaded_tokens,
+            tier=TIER_NAMES.get(report.tier, "") if report.tier else "",
+            restore_ms=report.restore_ms,
+            reason=report.reason,
+            compute_us_per_token=report.compute_us_per_token,
+        )
 
     async def tenant_usage(self, tenant: TenantId) -> pb.GetTenantUsageResponse:
         """Return the bytes a tenant has here, and the most it may have (0: no limit)."""

@@ -19,7 +19,7 @@ REQUIREMENTS = Path(__file__).with_name("payload.txt")
 LOCK = Path(__file__).with_name("image.lock")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 """Those that vLLM 0.32 runs on."""
-PACKAGES = ("contextcache", "context_manager", "kv_sidecar", "vllm_plugin")
+PACKAGES = ("contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "integrations")
 """Packages of ours that the plugin imports."""
 _GLIBC = 28
 """Minor version of glibc 2 that wheels may need: vLLM's images stand on older systems too."""

@@ -34,7 +34,7 @@ HEADLESS_NOTES = 10
 """Notes that may begin so, in all packages together."""
 NOTES = ["contextcache", "context_manager", "gateway", "pod_injector"]
 """Packages whose docstrings and comments are measured."""
-PACKAGES = ["contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "gateway", "pod_injector"]
+PACKAGES = ["contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "integrations", "gateway", "pod_injector"]
 _SENTENCE = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)[\"'”)*_]*\s+")
 _WORD = re.compile(r"\S*[A-Za-z0-9]\S*")
 

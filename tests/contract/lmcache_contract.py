@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from integrations.lmcache.api import LMCacheApi, SaltedTokens
 from tests.kit.until import until
-from vllm_plugin.turn.lmcache_api import LMCacheApi, SaltedTokens
 
 CHUNKS = 2
 STALE_S = 30

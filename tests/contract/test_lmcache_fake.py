@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from integrations.lmcache.api import LMCacheApi
 from tests.contract.lmcache_contract import LMCacheContract
 from tests.kit.lmcache_fake import COORDINATOR, SERVER, FakeLMCache
-from vllm_plugin.turn.lmcache_api import LMCacheApi
 
 
 class TestFakeLMCache(LMCacheContract):

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from contextcache.errors import CacheRefNotFound, ContextDeleted, CorruptBlock, SidecarUnavailable
+from integrations.lmcache.objects import AdapterParams, SidecarObjects, StoredObject
 from kv_sidecar.client import EngineSidecarClient
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.lmcache_objects import AdapterParams, SidecarObjects, StoredObject
 from tests.kit.sidecar_process import SidecarProcess
 
 SIZE_BYTES = (1 << 20) + 7

@@ -36,7 +36,6 @@ from tests.kit.trace_collector import running_collector
 from tests.kit.turn_pod import MODEL, running_turn_pod
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
-from vllm_plugin.turn.app import SidecarReports
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90
@@ -198,7 +197,7 @@ async def test_no_key_prompt_answer_or_secret_is_in_a_log_a_metric_a_trace_or_an
         stack.callback(valkey.stop)
         engine = MarkedEngine()
         tracer = open_tracer(collector.endpoint, part="turn", sample_ratio=1, on_lost=lambda _number: None)
-        reports = SidecarReports(KVSidecarClient(f"unix://{socket}", timeout_s=20))
+        reports = KVSidecarClient(f"unix://{socket}", timeout_s=20)
         pod = await stack.enter_async_context(
             running_turn_pod(
                 tmp_path,

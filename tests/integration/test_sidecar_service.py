@@ -21,7 +21,7 @@ from contextcache.errors import (
     SaveIncomplete,
     SidecarUnavailable,
 )
-from contextcache.model import KVGroup, SaveOutcome, plain_group
+from contextcache.model import KVGroup, LoadedKV, SaveOutcome, plain_group
 from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient, KVSidecarClient
@@ -247,7 +247,7 @@ async def test_a_reader_that_leaves_early_unpins(running: Running) -> None:
 async def test_a_load_report_reaches_who_waits_for_it(running: Running) -> None:
     rank = await running.rank()
 
-    async def reported() -> pb.LoadReport:
+    async def reported() -> LoadedKV:
         async with asyncio.timeout(DEADLINE_S):
             while (found := await running.client.load_report("r1", timeout_ms=1000)) is None:
                 pass
@@ -257,7 +257,7 @@ async def test_a_load_report_reaches_who_waits_for_it(running: Running) -> None:
     report = pb.LoadReport(request_id="r1", outcome=pb.LOAD_OUTCOME_LOADED, loaded_tokens=9, restore_ms=1.5)
     await asyncio.to_thread(rank.client.report_load, report)
 
-    assert await waiting == report
+    assert await waiting == LoadedKV(False, 0, 9, "", restore_ms=1.5)
     assert await running.client.load_report("r2", timeout_ms=1) is None
     rank.close()
 

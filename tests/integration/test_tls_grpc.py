@@ -421,6 +421,6 @@ async def test_the_turn_middleware_speaks_tls_to_the_manager_and_its_sidecar(cer
         story, *_ = compose_turns(settings, SECRET)
 
         with pytest.raises(ContextNotFound):
-            await story._manager.begin_turn("demo", "ctx_1", lease_id="l", lease_ttl_ms=1000)
-        assert await story._sidecar.delete_context(TENANT, session_id="ctx_1") == 0
+            await story.manager.begin_turn("demo", "ctx_1", lease_id="l", lease_ttl_ms=1000)
+        await story.kv.drop(TENANT, "ref_1")
         await story.close()

@@ -40,7 +40,6 @@ from tests.kit.trace_collector import TakenSpan, TraceCollector, running_collect
 from tests.kit.turn_pod import MODEL, running_turn_pod
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
-from vllm_plugin.turn.app import SidecarReports
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 KEPT = f"00-{TRACE}-{PARENT}-01"
@@ -142,7 +141,7 @@ async def running_deployment(
             tmp_path,
             manager_port=port,
             engine=engine,
-            sidecar=SidecarReports(KVSidecarClient(sidecar, timeout_s=20)),
+            sidecar=KVSidecarClient(sidecar, timeout_s=20),
             tracer=tracer,
             seal_deadline_ms=20_000,
             report_deadline_ms=1000,

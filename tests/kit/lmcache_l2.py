@@ -86,7 +86,7 @@ class _Served:
         from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_registry
         from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 
-        named = {"module_path": "kv_sidecar.lmcache_adapter", "class_name": "SidecarL2Adapter"}
+        named = {"module_path": "integrations.lmcache.second_tier", "class_name": "SidecarL2Adapter"}
         config = PluginL2AdapterConfig.from_dict({**named, "adapter_params": params})
         self._adapter = create_l2_adapter_from_registry(config)
         self._adapter.set_backend_identity("plugin")

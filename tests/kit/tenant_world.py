@@ -32,7 +32,6 @@ from tests.kit.kv_blocks import FINGERPRINT, SidecarUnderTest
 from tests.kit.stub_engine import StubEngine
 from tests.kit.turn_pod import MODEL, TurnPod, running_turn_pod
 from tests.kit.valkey import ValkeyServer
-from vllm_plugin.turn.app import SidecarReports
 
 TENANTS = ("red", "green", "blue")
 SYSTEM_PROMPT = "You are a helpful assistant. "
@@ -144,7 +143,7 @@ async def running_tenants(
         await server.start()
         stack.push_async_callback(server.stop, 1)
         engine = await stack.enter_async_context(_engine(directory))
-        reports = SidecarReports(KVSidecarClient(f"unix://{directory}/s.sock", timeout_s=20))
+        reports = KVSidecarClient(f"unix://{directory}/s.sock", timeout_s=20)
         pod = await stack.enter_async_context(
             running_turn_pod(
                 directory,

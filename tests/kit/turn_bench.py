@@ -15,13 +15,14 @@ from context_manager.manager import ContextCacheManager
 from contextcache.clock import Clock, ManualClock
 from contextcache.identity import Identity, sign_identity
 from contextcache.model import SaveOutcome
+from integrations.lmcache.instead_of_sidecar import LMCacheKV
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.session_store import in_valkey
 from vllm_plugin.turn.kept import KeptRequests
-from vllm_plugin.turn.lmcache import LMCacheKV
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.middleware import TurnMiddleware
 from vllm_plugin.turn.settings import TurnSettings
+from vllm_plugin.turn.sidecar_kv import SidecarKV
 from vllm_plugin.turn.story import TurnStory
 
 SECRET = b"a-secret-for-tests-only-32-bytes!"
@@ -129,18 +130,14 @@ class Pod:
         self.registry = CollectorRegistry()
         self.manager = DirectoryInProcess(**in_valkey(clock=self.clock))
         self.settings = TurnSettings(secret_file=secret_file, **({"rpc_deadline_ms": 60_000} | settings))
-        parts: Any = {
-            "secret": SECRET,
-            "sidecar": self.lmcache or self.sidecar,
-            "clock": self.clock,
-            "metrics": TurnMetrics(self.registry),
-        }
-        self.story = TurnStory(self.settings, manager=self.manager, by_tokens=self.lmcache, **parts)
+        self.kv = self.lmcache or SidecarKV(self.sidecar, secret=SECRET, report_deadline_ms=50)
+        metrics = TurnMetrics(self.registry)
+        self.story = TurnStory(self.settings, self.manager, self.kv, self.clock, metrics)
         self.stuck_after = 1 << 30
         """From its so many-th message on, an answer is not read."""
         self.on_end: Callable[[], None] = lambda: None
         """Called with the last byte of every answer."""
-        kept = KeptRequests(self.settings, **parts)
+        kept = KeptRequests(self.settings, SECRET, self.kv, self.clock, metrics)
         self.app = TurnMiddleware(engine, settings=self.settings, story=self.story, kept=kept, clock=self.clock)
 
     def identity(self, session_id: str | None = None, tenant: str = "demo", *, kept: str = "") -> str:
@@ -186,7 +183,7 @@ class Pod:
                 self.on_end()
 
         await self.app(scope, receive, send)
-        await self.story._background.drain()
+        await self.story.background.drain()
         start = next((message for message in sent if message["type"] == "http.response.start"), None)
         bodies = [message for message in sent if message["type"] == "http.response.body"]
         return Answer(

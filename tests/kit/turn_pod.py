@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from context_manager.client import ContextManagerClient
 from contextcache.clock import SystemClock
 from contextcache.wire.tracing import NO_TRACER, Tracer
+from kv_sidecar.client import KVSidecarClient
 from tests.kit.fake_vllm import FakeVllm, _json
 from tests.kit.gateway_parts import SECRET
 from tests.kit.gateway_server import DEADLINE_S
@@ -23,8 +24,9 @@ from tests.kit.turn_bench import SidecarInProcess
 from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.middleware import TurnMiddleware
-from vllm_plugin.turn.ports import KVSidecar, TenantQuotas
+from vllm_plugin.turn.ports import TenantQuotas
 from vllm_plugin.turn.settings import TurnSettings
+from vllm_plugin.turn.sidecar_kv import SidecarKV
 from vllm_plugin.turn.story import TurnStory
 
 MODEL = "toy-model"
@@ -46,7 +48,7 @@ async def running_turn_pod(
     manager_port: int,
     name: str = "pod-a",
     engine: FakeVllm | None = None,
-    sidecar: KVSidecar | None = None,
+    sidecar: KVSidecarClient | None = None,
     quotas: TenantQuotas | None = None,
     tracer: Tracer = NO_TRACER,
     manager_timeout_s: float = 20,
@@ -58,12 +60,15 @@ async def running_turn_pod(
     settings = TurnSettings(secret_file=secret_file, endpoint_name=name, **settings_)
     story = TurnStory(
         settings,
-        secret=SECRET,
-        manager=ContextManagerClient(f"127.0.0.1:{manager_port}", timeout_s=manager_timeout_s),
-        sidecar=SidecarInProcess() if sidecar is None else sidecar,
-        clock=SystemClock(),
-        metrics=TurnMetrics(CollectorRegistry()),
-        tracer=tracer,
+        ContextManagerClient(f"127.0.0.1:{manager_port}", timeout_s=manager_timeout_s),
+        SidecarKV(
+            SidecarInProcess() if sidecar is None else sidecar,
+            secret=SECRET,
+            report_deadline_ms=settings.report_deadline_ms,
+        ),
+        SystemClock(),
+        TurnMetrics(CollectorRegistry()),
+        tracer,
     )
     engine = FakeVllm() if engine is None else engine
     admission = TurnAdmission(settings, quotas=quotas, clock=SystemClock())

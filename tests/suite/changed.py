@@ -63,7 +63,7 @@ def select(changed: Iterable[str], root: Path) -> set[str]:
         if not _is_test(Path(name)) and found & modules and (module := _module(Path(name))) not in modules
     }:
         modules |= more
-    is_engine = any(file.startswith(("vllm_plugin/", *_ENGINE)) for file in changed)
+    is_engine = any(file.startswith(("vllm_plugin/", "integrations/", *_ENGINE)) for file in changed)
     folders = {
         str(Path(name).parent) for name in files if name.endswith("conftest.py") and _module(Path(name)) in modules
     }

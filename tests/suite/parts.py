@@ -73,7 +73,7 @@ QUICK_ONES, THOROUGH_ONES = "not thorough", "thorough"
 _ENGINE_UNIT = ("tests/unit/vllm_plugin", "tests/unit/torture", "benchmarks")
 """Unit tests that import vLLM or torch, which costs a process many CPU seconds."""
 _CHART = ("charts/", "deploy/chart/", "tests/chart")
-_KV = ("kv_sidecar/", "vllm_plugin/", "tests/faults/", "tests/vllm/", "tests/models/")
+_KV = ("kv_sidecar/", "vllm_plugin/", "integrations/", "tests/faults/", "tests/vllm/", "tests/models/")
 _REDIS = ("context_manager/", "gateway/", "tests/integration/")
 _FORMATS = ("proto/", "kv_sidecar/format/", "context_manager/scripts/", "tests/upgrade/")
 _IMAGES = ("deploy/docker/", "pyproject.toml")

@@ -14,7 +14,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RELEASES = Path(__file__).with_name("releases")
-CODE = ("gateway", "context_manager", "kv_sidecar", "vllm_plugin", "contextcache", "deploy", "proto", "buf.yaml")
+CODE = (
+    "gateway",
+    "context_manager",
+    "kv_sidecar",
+    "vllm_plugin",
+    "integrations",
+    "contextcache",
+    "deploy",
+    "proto",
+    "buf.yaml",
+)
 _TAG = re.compile(r"v?\d+\.\d+\.\d+")
 
 

@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from contextcache.identity import context_salt
+from integrations.lmcache.api import LMCacheApi, SaltedTokens
 from tests.contract.lmcache_contract import LMCacheContract
 from tests.kit.lmcache_world import CHUNK_TOKENS, MODEL, SECRET, LMCacheWorld
 from tests.kit.until import wait_until
 from tests.kit.vllm_answers import LOGPROB_TOLERANCE, logprobs, prompt_ids, tokens
-from vllm_plugin.turn.lmcache_api import LMCacheApi, SaltedTokens
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.thorough]
 

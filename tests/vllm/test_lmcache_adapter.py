@@ -142,7 +142,7 @@ def test_a_context_outlives_engine_lmcache_and_sidecar_and_leaves_no_byte(tmp_pa
     sidecar = SidecarProcess(tmp_path)
     sidecar.start()
     params = {"sidecar": sidecar.address}
-    plugin = {"type": "plugin", "module_path": "kv_sidecar.lmcache_adapter", "class_name": "SidecarL2Adapter"}
+    plugin = {"type": "plugin", "module_path": "integrations.lmcache.second_tier", "class_name": "SidecarL2Adapter"}
     try:
         with LMCacheWorld(tmp_path, l2={**plugin, "adapter_params": params}) as world:
             asker = Asker(world)

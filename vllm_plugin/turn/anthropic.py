@@ -26,7 +26,7 @@ from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.event_stream import Event, EventSplitter
 from vllm_plugin.turn.refusals import client_errors, engine_error, refused
 from vllm_plugin.turn.request import CHAT_PATH, TurnRequest, read_turn
-from vllm_plugin.turn.settlement import Turn
+from vllm_plugin.turn.turn import Turn
 
 _CONVERTERS = ("to_chat_completion_request", "messages_full_converter", "message_stream_converter")
 _MERGE = "_merge_inline_system"

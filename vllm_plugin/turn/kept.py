@@ -7,42 +7,35 @@ request.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from contextlib import suppress
+from dataclasses import dataclass
 
 from contextcache.claim import Claims
 from contextcache.clock import Clock
-from contextcache.errors import ContextCacheError
 from contextcache.identity import Identity, KVTransfer, cache_salt, sign_kv_transfer
-from contextcache.model import ModelId
+from contextcache.model import LoadedKV, ModelId
 from contextcache.names import new_cache_ref
 from vllm_plugin.turn.engine import Message, Send
 from vllm_plugin.turn.event_stream import begins_stream
 from vllm_plugin.turn.metrics import TurnMetrics
-from vllm_plugin.turn.ports import KVSidecar
+from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.settings import TurnSettings
-from vllm_plugin.turn.settlement import LAST_WORD_MS
-from vllm_plugin.turn.usage import TIER_SOURCES, LoadedKV
+from vllm_plugin.turn.usage import TIER_SOURCES
 
 _REQUEST_ID_CHARS = 64
 _RESPONSES = "/v1/responses"
 """vLLM 0.32 tells of a response before it asks the engine for it."""
 
 
+@dataclass
 class KeptRequests:
     """Gives the engine its orders, and the client its receipt. One per API server process."""
 
-    def __init__(
-        self, settings: TurnSettings, *, secret: bytes, sidecar: KVSidecar, clock: Clock, metrics: TurnMetrics
-    ) -> None:
-        self._settings = settings
-        self._secret = secret
-        self._sidecar = sidecar
-        self._clock = clock
-        self._metrics = metrics
-        self._is_silent = False
-        """Whether one was waited for in vain at an answer's end: until a word comes, the wait is a stream's."""
+    settings: TurnSettings
+    secret: bytes
+    kv: KVStore
+    clock: Clock
+    metrics: TurnMetrics
 
     def begin(self, path: str, identity: Identity, claims: Claims, send: Send) -> tuple[bytes, Send]:
         """Return the body for the engine, and what to send its answer with."""
@@ -54,13 +47,13 @@ class KeptRequests:
             request_id=request_id,
             load=(),
             save=new_cache_ref(),
-            expires_at_ms=self._clock.now_ms() + self._settings.kept_ttl_s * 1000,
+            expires_at_ms=self.clock.now_ms() + self.settings.kept_ttl_s * 1000,
             beginning=identity.beginning,
             prefix_at=identity.prefix_at,
         )
         # No model in the salt: it is that of the tenant's requests which are not kept.
-        salt = cache_salt(identity.tenant, ModelId(""), self._secret)
-        body = claims.changed(salt=salt, order=sign_kv_transfer(order, self._secret))
+        salt = cache_salt(identity.tenant, ModelId(""), self.secret)
+        body = claims.changed(salt=salt, order=sign_kv_transfer(order, self.secret))
         assert body is not None, "an order is a change"
         return body, _Receipt(self, request_id, send, comes_first=path == _RESPONSES)
 
@@ -69,19 +62,12 @@ class KeptRequests:
 
         `is_whole`: the answer is made, so the word is on its way, and is waited for longer.
         """
-        deadline_ms = self._settings.report_deadline_ms
-        if is_whole and not self._is_silent:
-            deadline_ms = max(deadline_ms, LAST_WORD_MS)
-        report = None
-        with suppress(ContextCacheError, TimeoutError):
-            async with asyncio.timeout(deadline_ms / 1000):
-                report = await self._sidecar.load_report(request_id, timeout_ms=deadline_ms)
-        self._is_silent = report is None and (self._is_silent or is_whole)
+        report = await self.kv.loaded(request_id, {}, is_whole=is_whole)
         if report is None:
-            self._metrics.count_kept("unknown", "")
+            self.metrics.kept_requests.labels(verdict="unknown", reason="").inc()
             return []
         verdict, cached, source = _verdict(report)
-        self._metrics.count_kept(verdict, report.reason)
+        self.metrics.kept_requests.labels(verdict=verdict, reason=report.reason).inc()
         headers = [("x-context-cache", verdict), ("x-context-cached-tokens", str(cached)), ("x-context-source", source)]
         if report.loaded_tokens and report.restore_ms is not None:
             headers.append(("server-timing", f"restore;dur={report.restore_ms:.1f}"))

@@ -1,4 +1,4 @@
-"""What the turn middleware counts; shown on vLLM's own /metrics."""
+"""Metrics of the turn middleware; shown on vLLM's own /metrics. Labels are closed sets."""
 
 from __future__ import annotations
 
@@ -14,146 +14,115 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class TurnMetrics:
-    """All metrics of the turn middleware; labels are closed sets."""
+    """All metrics of one API server process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register everything in `registry`."""
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{_PREFIX}{name}_total", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"{_PREFIX}{name}", text, registry=registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"{_PREFIX}{name}", text, labels, buckets=_SECONDS, registry=registry)
+
         self.certificates = CertificateMetrics("contextcache_turn", registry)
-        self.turns = Counter(
-            f"{_PREFIX}turns_total",
-            "Answered turns, by kind, verdict and source",
-            ["kind", "verdict", "source"],
-            registry=registry,
-        )
-        self.outcomes = Counter(
-            f"{_PREFIX}matches_total",
+        self.turns = counter("turns", "Answered turns, by kind, verdict and source", "kind", "verdict", "source")
+        self.outcomes = counter(
+            "matches",
             "Relation of prompts to their transcripts, by outcome: append, exact, extend, diverge",
-            ["outcome"],
-            registry=registry,
+            "outcome",
         )
-        self.divergences = Counter(
-            f"{_PREFIX}divergences_total",
+        self.divergences = counter(
+            "divergences",
             "Replays that differ from their stored transcript, by reason (as in `usage.context.diverged`)",
-            ["why"],
-            registry=registry,
+            "why",
         )
-        self.tokens = Counter(
-            f"{_PREFIX}prompt_tokens_total", "Prompt tokens, cached or computed", ["how"], registry=registry
-        )
-        self.refused_commits = Counter(
-            f"{_PREFIX}refused_commits_total",
-            "Delivered answers without a commit, by reason",
-            ["reason"],
-            registry=registry,
-        )
-        self.refused_requests = Counter(
-            f"{_PREFIX}refused_requests_total",
+        self.tokens = counter("prompt_tokens", "Prompt tokens, cached or computed", "how")
+        self.refused_commits = counter("refused_commits", "Delivered answers without a commit, by reason", "reason")
+        self.refused_requests = counter(
+            "refused_requests",
             "Creates, turns and unrouted requests that this middleware answered with an error, by code",
-            ["code"],
-            registry=registry,
+            "code",
         )
-        self.aborts = Counter(
-            f"{_PREFIX}aborts_total",
+        self.aborts = counter(
+            "aborts",
             "Turns that ended early, by reason. `engine`: it failed or reached its time limit. `client`: it "
             "stopped reading. `turn`: every lease given back",
-            ["reason"],
-            registry=registry,
+            "reason",
         )
-        self.unsealed_creates = Counter(
-            f"{_PREFIX}unsealed_creates_total", "Creates that answered before their KV was durable", registry=registry
+        self.unsealed_creates = counter("unsealed_creates", "Creates that answered before their KV was durable")
+        self.refusals = counter(
+            "tenant_refusals", "Requests refused at a limit of their tenant, by limit: requests, bytes, quota", "limit"
         )
-        self.refusals = Counter(
-            f"{_PREFIX}tenant_refusals_total",
-            "Requests refused at a limit of their tenant, by limit: requests, bytes, quota",
-            ["limit"],
-            registry=registry,
-        )
-        self.first_token_seconds = Histogram(
-            f"{_PREFIX}first_token_seconds",
+        self.first_token_seconds = histogram(
+            "first_token_seconds",
             "Seconds from the lease to the first token of streamed turns, by kind and by source of most cached tokens",
-            ["kind", "source"],
-            buckets=_SECONDS,
-            registry=registry,
+            "kind",
+            "source",
         )
-        self.timed_tokens = Counter(
-            f"{_PREFIX}timed_prompt_tokens_total",
+        self.timed_tokens = counter(
+            "timed_prompt_tokens",
             "Prompt tokens of the turns in first_token_seconds, cached or computed",
-            ["how", "source"],
-            registry=registry,
+            "how",
+            "source",
         )
-        self.restore_seconds = Histogram(
-            f"{_PREFIX}restore_seconds",
+        self.restore_seconds = histogram(
+            "restore_seconds",
             "Seconds from the engine's first look-up of a context's KV until its load ended, by tier",
-            ["source"],
-            buckets=_SECONDS,
-            registry=registry,
+            "source",
         )
-        self.kept_requests = Counter(
-            f"{_PREFIX}kept_requests_total",
+        self.kept_requests = counter(
+            "kept_requests",
             "Requests whose key keeps their KV, by verdict (`hit`, `miss`, `recomputed`, `unknown`) and "
             "reason of a miss",
-            ["verdict", "reason"],
-            registry=registry,
+            "verdict",
+            "reason",
         )
-        self.transcript_segments = Counter(
-            f"{_PREFIX}transcript_segments_total",
+        self.transcript_segments = counter(
+            "transcript_segments",
             "Segments of the transcripts that turns began with: `known` in this process, or `sent` by the "
             "manager. Mostly sent: most turns run in another process than the turn before, or after a pause "
             "of ten minutes",
-            ["how"],
-            registry=registry,
+            "how",
         )
-        self.transcript_memory = Gauge(
-            f"{_PREFIX}transcript_memory_bytes",
-            "Bytes of transcripts in the memory of this process, at most 128 MiB",
-            registry=registry,
+        self.transcript_memory = gauge(
+            "transcript_memory_bytes", "Bytes of transcripts in the memory of this process, at most 128 MiB"
         )
-        self.expired_identities = Counter(
-            f"{_PREFIX}expired_identities_total",
+        self.expired_identities = counter(
+            "expired_identities",
             "Requests whose identity had expired on arrival, because the clocks of pod and gateway differ. "
             "Turns and creates get a 503. The KV of others is not kept",
-            registry=registry,
         )
-        self.gateway_clock_skew = Gauge(
-            f"{_PREFIX}gateway_clock_skew_seconds",
+        self.gateway_clock_skew = gauge(
+            "gateway_clock_skew_seconds",
             "Clock of this machine minus the clock of the gateway that signed the last request, in seconds, "
             "transit included",
-            registry=registry,
         )
-        self.lost_spans = Counter(
-            f"{_PREFIX}lost_spans_total", "Trace spans that did not reach the collector", registry=registry
-        )
+        self.lost_spans = counter("lost_spans", "Trace spans that did not reach the collector")
 
     def count_match(self, outcome: Outcome, diverged: Divergence | None) -> None:
-        """Count how one prompt stood to its transcript."""
+        """Count the relation of one prompt to its transcript."""
         self.outcomes.labels(outcome=outcome.value).inc()
         if diverged is not None:
             self.divergences.labels(why=diverged.why.value).inc()
-
-    def time_turn(self, usage: TurnUsage, *, created: bool, first_token_s: float | None) -> None:
-        """Note how soon a turn answered; None: it was not streamed, so nobody saw the first token."""
-        loaded = usage.loaded
-        if loaded is not None and not loaded.failed and loaded.tier and loaded.restore_ms is not None:
-            self.restore_seconds.labels(source=loaded.tier).observe(loaded.restore_ms / 1000)
-        if first_token_s is None:
-            return
-        kind = "create" if created else "continue"
-        self.first_token_seconds.labels(kind=kind, source=usage.source).observe(first_token_s)
-        self.timed_tokens.labels(how="cached", source=usage.source).inc(usage.cached_tokens)
-        self.timed_tokens.labels(how="computed", source=usage.source).inc(usage.computed_tokens)
-
-    def count_kept(self, verdict: str, reason: str) -> None:
-        """Count one kept request; `reason`: the connector's, a short fixed phrase."""
-        self.kept_requests.labels(verdict=verdict, reason=reason).inc()
 
     def count_transcript(self, known: int, sent: int) -> None:
         """Count the segments of the transcript of a turn that began."""
         self.transcript_segments.labels(how="known").inc(known)
         self.transcript_segments.labels(how="sent").inc(sent)
 
-    def count_turn(self, usage: TurnUsage, *, created: bool) -> None:
-        """Count one answered turn."""
-        kind = "create" if created else "continue"
-        self.turns.labels(kind=kind, verdict=usage.verdict, source=usage.source).inc()
-        self.tokens.labels(how="cached").inc(usage.cached_tokens)
-        self.tokens.labels(how="computed").inc(usage.computed_tokens)
+    def count_turn(self, usage: TurnUsage, *, created: bool, first_token_s: float | None) -> None:
+        """Count one answered turn and its times. `first_token_s` is None for an answer without a stream."""
+        kind, source, loaded = "create" if created else "continue", usage.source, usage.loaded
+        self.turns.labels(kind=kind, verdict=usage.verdict, source=source).inc()
+        if loaded is not None and not loaded.failed and loaded.tier and loaded.restore_ms is not None:
+            self.restore_seconds.labels(source=loaded.tier).observe(loaded.restore_ms / 1000)
+        if first_token_s is not None:
+            self.first_token_seconds.labels(kind=kind, source=source).observe(first_token_s)
+        for how, tokens in (("cached", usage.cached_tokens), ("computed", usage.computed_tokens)):
+            self.tokens.labels(how=how).inc(tokens)
+            if first_token_s is not None:
+                self.timed_tokens.labels(how=how, source=source).inc(tokens)

@@ -1,15 +1,16 @@
-"""What the turn story needs from the context manager and the kv-sidecar; their clients satisfy these shapes."""
+"""Interfaces of the turn story to the context manager and to the store of KV. Their clients satisfy these shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from contextcache.identity import KVTransfer
 from contextcache.model import (
     CacheRef,
     CacheSessionMetadata,
     KeptAnswer,
+    LoadedKV,
     NewSession,
     Repeatable,
     SaveOutcome,
@@ -19,7 +20,6 @@ from contextcache.model import (
     TurnCommit,
     Usage,
 )
-from vllm_plugin.turn.usage import LoadedKV
 
 
 class SessionDirectory(Protocol):
@@ -78,82 +78,81 @@ class SessionDirectory(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TenantUsage:
-    """How much KV a tenant has on this pod's disk."""
+class HeldBytes(Protocol):
+    """KV of a tenant on this pod's disk."""
 
-    size_bytes: int
-    limit_bytes: int
-    """The most it may have; 0: no limit."""
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in use."""
+        ...
 
-
-class TenantQuotas(Protocol):
-    """Who knows how much a tenant has. Every failure is a ContextCacheError; every call has a deadline."""
-
-    async def tenant_usage(self, tenant: TenantId) -> TenantUsage:
-        """Return what the tenant has and may have."""
+    @property
+    def limit_bytes(self) -> int:
+        """Maximum; 0: no limit."""
         ...
 
 
-class KVSidecar(Protocol):
-    """The kv-sidecar of this pod. Every failure is a ContextCacheError; every call has a deadline."""
+class TenantQuotas(Protocol):
+    """Quotas of KV. Every failure is a ContextCacheError; every call has a deadline."""
+
+    async def tenant_usage(self, tenant: TenantId) -> HeldBytes:
+        """Return the bytes and the limit of a tenant."""
+        ...
+
+
+class KVStore(Protocol):
+    """The store of this pod's KV: a kv-sidecar, or LMCache. Every failure is a ContextCacheError.
+
+    Every call has a deadline.
+    """
+
+    async def start(self) -> None:
+        """Begin work that no turn asks for, in the running loop. Idempotent."""
+        ...
+
+    def order(
+        self, session: CacheSessionMetadata, order: KVTransfer, token_ids: Sequence[int]
+    ) -> tuple[dict[str, Any], str]:
+        """Return the engine's `kv_transfer_params` and `cache_salt` for a prompt."""
+        ...
+
+    def expect_load(self, request_id: str) -> None:
+        """Ask for the load of a request before the engine has made it."""
+        ...
+
+    async def loaded(self, request_id: str, told: Mapping[str, Any], *, is_whole: bool) -> LoadedKV | None:
+        """Return the KV that was loaded for a request; None: unknown. Raises nothing.
+
+        `told`: `kv_transfer_params` of the engine's answer. `is_whole`: the answer has ended and reused tokens, so a
+        report is on its way.
+        """
+        ...
+
+    async def forget_load(self, request_id: str) -> None:
+        """End what `expect_load` began."""
+        ...
+
+    async def read_ahead(self, session: CacheSessionMetadata, token_ids: Sequence[int]) -> None:
+        """Bring KV into memory that the engine is about to ask for."""
+        ...
 
     async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
         """Return whether the KV became durable within the time, and if it never will, why."""
         ...
 
-    async def load_report(self, request_id: str, *, timeout_ms: int) -> LoadedKV | None:
-        """Return what the connector did for a request; None when no report came within the time."""
+    async def committed(
+        self, before: CacheSessionMetadata, after: CacheSessionMetadata, ids: Sequence[Sequence[int]]
+    ) -> None:
+        """Keep the KV of a commit until the context expires, and delete KV that the context no longer names.
+
+        `before`, `after`: the session before and after the commit. `ids`: token ids of the prompt and of the answer.
+        """
         ...
 
-    async def read_ahead(self, tenant: TenantId, cache_refs: tuple[CacheRef, ...]) -> None:
-        """Have KV brought into memory that the engine is about to ask for."""
-        ...
-
-    async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
-        """Move the expiry of a session's KV."""
-        ...
-
-    async def delete_context(
-        self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: tuple[CacheRef, ...] = ()
-    ) -> int:
-        """Delete KV; return the bytes freed."""
+    async def drop(self, tenant: TenantId, save: CacheRef) -> None:
+        """Delete KV that a turn saved, or is about to save, without a commit."""
         ...
 
     async def close(self) -> None:
         """End the connection."""
-        ...
-
-
-class TokenAddressed(Protocol):
-    """What a store that knows KV by salt and tokens alone (LMCache) has to be told beside a KVSidecar's calls.
-
-    Every failure is a ContextCacheError; every call has a deadline.
-    """
-
-    async def start(self) -> None:
-        """Begin what has to be done without being asked, in the running loop. Idempotent."""
-        ...
-
-    def salt(self, session: CacheSessionMetadata) -> str:
-        """Return the engine's `cache_salt` for a context, the same at every turn."""
-        ...
-
-    def order(self, session: CacheSessionMetadata, save: CacheRef | None, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Hear what the engine is about to be asked; return what it gets as `kv_transfer_params`.
-
-        `save`: the name of what it will save, until `keep` or a delete names it; None: nothing is committed.
-        """
-        ...
-
-    def loaded(self, told: Mapping[str, Any]) -> LoadedKV | None:
-        """Return what was loaded, from the `kv_transfer_params` that came back; None: they do not say."""
-        ...
-
-    async def prefetch(self, session: CacheSessionMetadata, token_ids: Sequence[int]) -> None:
-        """Have KV brought near that the engine is about to ask for."""
-        ...
-
-    async def keep(self, session: CacheSessionMetadata, save: CacheRef, token_ids: Sequence[int]) -> None:
-        """Keep what a commit made of the context until it ends."""
         ...

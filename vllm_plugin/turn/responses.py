@@ -39,7 +39,7 @@ from vllm_plugin.turn.request import (
     read_turn,
     with_new_messages,
 )
-from vllm_plugin.turn.settlement import Turn
+from vllm_plugin.turn.turn import Turn
 
 _RENDERING = ("construct_input_messages", "construct_tool_dicts")
 _MADE = "enable_response_messages"
@@ -235,7 +235,7 @@ class _Told:
         """Return a response as its client is told it."""
         turn = self.turn
         ours: dict[str, Any] = {"previous_response_id": turn.request.said.get("previous_response_id")}
-        if turn.lease_id:
+        if turn.save_ref is not None:
             ours["id"] = response_id(turn.session.session_id, turn.session.generation + 1)
         if turn.request.said.get("conversation") is not None:
             ours["conversation"] = {"id": turn.session.session_id}

@@ -31,7 +31,7 @@ from contextcache.errors import (
     ModelMismatch,
     NoReadyEndpoint,
 )
-from contextcache.identity import KV_TRANSFER_KEY, Identity, KVTransfer, cache_salt, sign_kv_transfer
+from contextcache.identity import Identity, KVTransfer
 from contextcache.model import (
     BRANCH_LEASE_ID,
     CacheSessionMetadata,
@@ -58,14 +58,15 @@ from vllm_plugin.turn.keep_alive import KeepAlive
 from vllm_plugin.turn.matching import match
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.patience import Patience
-from vllm_plugin.turn.ports import KVSidecar, SessionDirectory, TokenAddressed
+from vllm_plugin.turn.ports import KVStore, SessionDirectory
 from vllm_plugin.turn.repeats import Recording, give_again
 from vllm_plugin.turn.request import CHAT_PATH, TurnRequest, with_new_messages
 from vllm_plugin.turn.responses import Responses, under_instructions
 from vllm_plugin.turn.settings import TurnSettings
-from vllm_plugin.turn.settlement import Settlement, Turn
+from vllm_plugin.turn.settlement import Settlement
 from vllm_plugin.turn.transcript import Transcript
 from vllm_plugin.turn.truncation import cut_to_fit
+from vllm_plugin.turn.turn import Turn
 
 log = logging.getLogger(__name__)
 
@@ -107,50 +108,28 @@ class Client:
         return SseAnswer(turn.request, counts_whole_prompt=turn.usage is UsageFormat.OPENAI)
 
 
+@dataclass
 class TurnStory:
     """Runs turns. One per API server process."""
 
-    def __init__(  # noqa: PLR0913  # its parts, by name
-        self,
-        settings: TurnSettings,
-        *,
-        secret: bytes,
-        manager: SessionDirectory,
-        sidecar: KVSidecar,
-        clock: Clock,
-        metrics: TurnMetrics,
-        tracer: Tracer = NO_TRACER,
-        by_tokens: TokenAddressed | None = None,
-    ) -> None:
-        """Take everything from outside; nothing is connected yet. `by_tokens`: the `sidecar`, where it is LMCache."""
-        self.tracer = tracer
-        """Begins the spans of requests; closed with us."""
-        self.metrics = metrics
-        self.labels = Labels(manager.locate, clock)
+    settings: TurnSettings
+    manager: SessionDirectory
+    kv: KVStore
+    clock: Clock
+    metrics: TurnMetrics
+    tracer: Tracer = NO_TRACER
+    """Begins the spans of requests; closed with the story."""
+
+    def __post_init__(self) -> None:
+        """Make the parts that belong to the story; nothing is connected yet."""
+        self.labels = Labels(self.manager.locate, self.clock)
         """Finds contexts for requests that no gateway has routed."""
-        self._settings = settings
-        self._secret = secret
-        self._manager = manager
-        self._sidecar = sidecar
-        self._by_tokens = by_tokens
-        self._clock = clock
-        self._background = Background(
-            limit=_BACKGROUND_CALLS_MAX,
-            deadline_s=settings.rpc_deadline_ms / 1000,
-        )
+        self.background = Background(limit=_BACKGROUND_CALLS_MAX, deadline_s=self.settings.rpc_deadline_ms / 1000)
         self._served: OrderedDict[SessionId, None] = OrderedDict()
         """Contexts that this process has served, the one served last in the end."""
         self._patiences: set[Patience] = set()
         """Of the turns the engine is answering."""
-        self._settlement = Settlement(
-            settings,
-            manager=manager,
-            sidecar=sidecar,
-            clock=clock,
-            metrics=metrics,
-            background=self._background,
-            by_tokens=by_tokens,
-        )
+        self._settlement = Settlement(self.settings, self.manager, self.kv, self.clock, self.metrics, self.background)
 
     async def create(
         self, engine: Engine, request: TurnRequest, new: NewSession, identity: Identity, client: Client
@@ -160,11 +139,11 @@ class TurnStory:
             raise InvalidRequest("context_commit must not be false on a create", param="context_commit")
         lease_id = secrets.token_hex(16)
         async with self._taking(new.tenant, new.session_id, lease_id):
-            session = await self._manager.reserve(
-                new, lease_id=lease_id, lease_ttl_ms=self._settings.lease_ttl_ms, repeatable=request.repeatable
+            session = await self.manager.reserve(
+                new, lease_id=lease_id, lease_ttl_ms=self.settings.lease_ttl_ms, repeatable=request.repeatable
             )
         request = under_instructions(request, (), ContextMode.AUTO, has_stored_ids=False)
-        turn = self._new_turn(request, session, identity, lease_id=lease_id, is_create=True)
+        turn = self._new_turn(request, session, identity, lease_id=lease_id, is_create=True, commits=True)
         async with self._lease(turn):
             crash_point(BEGUN)
             self._note_served(new.session_id)
@@ -178,17 +157,17 @@ class TurnStory:
         """Continue a context: lease and transcript, prompt put together, answer, commit. Raises ContextCacheError."""
         lease_id = secrets.token_hex(16)
         async with self._taking(identity.tenant, session_id, lease_id):
-            session, segments = await self._manager.begin_turn(
+            session, segments = await self.manager.begin_turn(
                 identity.tenant,
                 session_id,
                 lease_id=lease_id,
-                lease_ttl_ms=self._settings.lease_ttl_ms,
+                lease_ttl_ms=self.settings.lease_ttl_ms,
                 read_only=not request.commit,
                 expected_generation=request.expected_generation,
                 repeatable=request.repeatable,
             )
         commits = request.commit and session.mode is SessionMode.SESSION
-        turn = self._new_turn(request, session, identity, lease_id=lease_id if commits else "", is_create=False)
+        turn = self._new_turn(request, session, identity, lease_id=lease_id, is_create=False, commits=commits)
         async with self._lease(turn):
             crash_point(BEGUN)
             if session.model_id != request.model:
@@ -200,7 +179,7 @@ class TurnStory:
             if request.instructions is not None:
                 request = under_instructions(request, transcript.messages, mode, has_stored_ids=has_ids)
                 mode = request.context_mode or mode
-            threshold = self._settings.replay_threshold
+            threshold = self.settings.replay_threshold
             found = match(transcript, request.prompt, mode=mode, threshold=threshold, has_stored_ids=has_ids)
             turn.request = request = with_new_messages(request, found.new)
             with child_span("turn compose"):
@@ -214,20 +193,19 @@ class TurnStory:
 
         Raises AnswerNotKept, IdempotencyKeyReused.
         """
-        kept = await self._manager.find_answer(tenant, session_id, repeat_key=said.key)
+        kept = await self.manager.find_answer(tenant, session_id, repeat_key=said.key)
         if kept is not None:
             await give_again(kept, said, client.send)
         return kept is not None
 
     async def drop_branch(self, tenant: TenantId, session_id: SessionId) -> None:
         """Remove a branch that its turn did not take over; any other context stays. Waits a moment for that."""
-        dropping = self._manager.abort_turn(tenant, session_id, lease_id=BRANCH_LEASE_ID)
-        await self._background.finish(dropping, within_s=_GIVING_BACK_S)
+        dropping = self.manager.abort_turn(tenant, session_id, lease_id=BRANCH_LEASE_ID)
+        await self.background.finish(dropping, within_s=_GIVING_BACK_S)
 
     async def start(self) -> None:
         """Begin what runs without a turn, in the running loop."""
-        if self._by_tokens is not None:
-            await self._by_tokens.start()
+        await self.kv.start()
 
     def give_up(self) -> None:
         """Let every turn that waits for its engine or its client end as if the engine had broken off."""
@@ -236,14 +214,15 @@ class TurnStory:
 
     async def close(self) -> None:
         """End background work and connections."""
-        await self._background.close()
-        await self._manager.close()
-        await self._sidecar.close()
+        await self.background.close()
+        await self.manager.close()
+        await self.kv.close()
         await asyncio.to_thread(self.tracer.close)
 
     async def _run(self, engine: Engine, turn: Turn, client: Client) -> None:
         """Let the engine answer and deliver it, settling the turn before the last byte."""
         assert turn.prompt is not None
+        turn.advance("prompt composed")
         if not turn.prompt.token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         if engine.max_model_len is not None and len(turn.prompt.token_ids) >= engine.max_model_len:
@@ -253,10 +232,10 @@ class TurnStory:
                 f"context and prompt have {given} tokens, but the model's window has {window}: rewind the "
                 "context, or set `truncation`"
             )
-        turn.timings_ms["compose"] = self._clock.now_ms() - turn.started_ms
+        turn.timings_ms["compose"] = self.clock.now_ms() - turn.started_ms
         patience = Patience(
-            engine_s=self._settings.engine_timeout_s,
-            client_s=self._settings.client_timeout_s,
+            engine_s=self.settings.engine_timeout_s,
+            client_s=self.settings.client_timeout_s,
         )
         delivery = Delivery(
             client.answer(turn),
@@ -267,7 +246,8 @@ class TurnStory:
             abort=lambda: self._settlement.abort(turn),
             recording=turn.recording,
         )
-        self._settlement.expect_load(turn)
+        if turn.session.cache_refs:
+            self.kv.expect_load(turn.request_id)
         try:
             with child_span("turn generate"):
                 await self._generate(engine, turn, client, delivery, patience)
@@ -280,13 +260,14 @@ class TurnStory:
             log.warning("answer cut off", extra={"session_id": turn.session.session_id, "reason": exc.message})
         finally:
             delivery.close()
-            await self._settlement.forget_load(turn)
+            await self.kv.forget_load(turn.request_id)
 
     async def _generate(
         self, engine: Engine, turn: Turn, client: Client, delivery: Delivery, patience: Patience
     ) -> None:
         """Have the engine answer. Raises EngineFailed, NoReadyEndpoint when that came to no end, or took too long."""
         crash_point(BEFORE_ENGINE)
+        turn.advance("engine asked")
         self._patiences.add(patience)
         try:
             async with patience.watching(), client.filling(stream=turn.request.stream):
@@ -305,11 +286,7 @@ class TurnStory:
         Then the engine most often has it itself, and nothing is to be read that nobody asks for.
         """
         if session.cache_refs and session.session_id not in self._served:
-            if self._by_tokens is None:
-                reading = self._sidecar.read_ahead(session.tenant, session.cache_refs)
-            else:
-                reading = self._by_tokens.prefetch(session, transcript.token_ids)
-            self._background.start(reading)
+            self.background.start(self.kv.read_ahead(session, transcript.token_ids))
         self._note_served(session.session_id)
 
     def _note_served(self, session_id: SessionId) -> None:
@@ -346,9 +323,6 @@ class TurnStory:
         """Return what the engine's connector is told, and the salt."""
         assert turn.prompt is not None
         session = turn.session
-        if self._by_tokens is not None:
-            order_by_tokens = self._by_tokens.order(session, turn.save_ref, turn.prompt.token_ids)
-            return order_by_tokens, self._by_tokens.salt(session)
         order = KVTransfer(
             tenant=session.tenant,
             session_id=session.session_id,
@@ -361,11 +335,17 @@ class TurnStory:
             beginning=turn.beginning,
             prefix_at=turn.prefix_at,
         )
-        salt = cache_salt(session.tenant, session.model_id, self._secret)
-        return {KV_TRANSFER_KEY: sign_kv_transfer(order, self._secret)}, salt
+        return self.kv.order(session, order, turn.prompt.token_ids)
 
     def _new_turn(
-        self, request: TurnRequest, session: CacheSessionMetadata, identity: Identity, *, lease_id: str, is_create: bool
+        self,
+        request: TurnRequest,
+        session: CacheSessionMetadata,
+        identity: Identity,
+        *,
+        lease_id: str,
+        is_create: bool,
+        commits: bool,
     ) -> Turn:
         get_current_span().set_attribute("contextcache.session_id", session.session_id)
         # Each endpoint counts as its own API does (ADR 0091).
@@ -376,14 +356,14 @@ class TurnStory:
             # Of our own making: a request id a client can choose must not name another's load report.
             request_id=f"{identity.request_id[:64]}-{secrets.token_hex(8)}",
             lease_id=lease_id,
-            save_ref=new_cache_ref() if lease_id else None,
+            save_ref=new_cache_ref() if commits else None,
             is_create=is_create,
             key=identity.key,
             beginning=identity.beginning,
             prefix_at=identity.prefix_at,
             usage=request.usage or identity.usage or of_endpoint,
-            started_ms=self._clock.now_ms(),
-            recording=Recording() if request.repeatable and lease_id else None,
+            started_ms=self.clock.now_ms(),
+            recording=Recording() if request.repeatable and commits else None,
         )
 
     @asynccontextmanager
@@ -395,19 +375,19 @@ class TurnStory:
         try:
             yield
         except asyncio.CancelledError:
-            self._background.start(self._manager.abort_turn(tenant, session_id, lease_id=lease_id))
+            self.background.start(self.manager.abort_turn(tenant, session_id, lease_id=lease_id))
             raise
         except ContextCacheError as exc:
             if exc.http_status < 500:
                 raise  # a refusal: nothing was taken
-            giving_back = self._manager.abort_turn(tenant, session_id, lease_id=lease_id)
-            await self._background.finish(giving_back, within_s=_GIVING_BACK_S)
+            giving_back = self.manager.abort_turn(tenant, session_id, lease_id=lease_id)
+            await self.background.finish(giving_back, within_s=_GIVING_BACK_S)
             raise
 
     @asynccontextmanager
     async def _lease(self, turn: Turn) -> AsyncIterator[None]:
         """Renew the lease while the turn runs; release it when the turn ends unsettled."""
-        renewal = asyncio.create_task(self._renew(turn)) if turn.lease_id else None
+        renewal = None if turn.save_ref is None else asyncio.create_task(self._renew(turn))
         try:
             yield
         finally:
@@ -419,11 +399,11 @@ class TurnStory:
                 await self._settlement.abort(turn)
 
     async def _renew(self, turn: Turn) -> None:
-        ttl_ms = self._settings.lease_ttl_ms
+        ttl_ms = self.settings.lease_ttl_ms
         while True:
             await asyncio.sleep(ttl_ms / 3000)
             try:
-                await self._manager.renew_lease(
+                await self.manager.renew_lease(
                     turn.session.tenant, turn.session.session_id, lease_id=turn.lease_id, lease_ttl_ms=ttl_ms
                 )
             except ContextCacheError as exc:

@@ -10,25 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from contextcache.identity import COMPUTED_SOON, SOON_MS
+from contextcache.model import LoadedKV
 from vllm_plugin.turn.history import Divergence
 
 TIER_SOURCES = {"host", "disk", "peer", "object"}
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedKV:
-    """What the connector says it did for a request (kv_sidecar.proto LoadReport, as plain values)."""
-
-    failed: bool
-    device_tokens: int
-    loaded_tokens: int
-    tier: str
-    """`host`, `disk`, `peer`, `object`, or empty when nothing was loaded."""
-    restore_ms: float | None
-    """None: nobody says."""
-    reason: str = ""
-    compute_us_per_token: float = 0.0
-    """What computing a token would have taken; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from gateway.envoy.settings import EnvoySettings
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/operations/waits.md").read_text()
 PACKAGES = (
-    "contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "gateway", "pod_injector",
+    "contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "integrations", "gateway", "pod_injector",
 )  # fmt: skip
 _DURATION = re.compile(r"(?<!_per)_(s|ms)$")
 

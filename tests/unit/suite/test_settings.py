@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic_settings import BaseSettings
 
 ROOT = Path(__file__).resolve().parents[3]
-PROCESSES = ("contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "gateway", "pod_injector")
+PROCESSES = ("contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "integrations", "gateway", "pod_injector")
 CONNECTOR = ROOT / "vllm_plugin" / "connector" / "settings.py"
 """Its package brings torch: read, not imported."""
 WORD = re.compile(r"\w+")

@@ -80,7 +80,7 @@ async def test_the_application_is_over_only_when_the_last_calls_were_made(pod):
 
     pod.app._app = lifespan
     pod.app._draining = type("Quiet", (), {"value": False, "listen": lambda self: None})()
-    pod.story._background.start(release())
+    pod.story.background.start(release())
     await pod.app({"type": "lifespan"}, None, send)
 
     assert order == ["lifespan.startup.complete", "released", "lifespan.shutdown.complete"]

@@ -6,11 +6,11 @@ import pytest
 
 from contextcache.errors import SidecarUnavailable
 from contextcache.identity import KV_TRANSFER_KEY, cache_salt, verify_kv_transfer
+from contextcache.model import LoadedKV
 from contextcache.names import CACHE_REF_PATTERN
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import SECRET, Pod
 from vllm_plugin.turn.kept import _Receipt
-from vllm_plugin.turn.usage import LoadedKV
 
 GROUP = "kept_" + "1" * 32
 BODIES = {
@@ -112,7 +112,7 @@ async def test_a_whole_answer_waits_for_the_word_of_what_was_reused_a_stream_doe
     """Seen failing: on busy cores a third of the hits were told, and counted, as misses."""
 
     async def late(request_id, *, timeout_ms):
-        return LoadedKV(False, 32, 200, "disk", 12.5) if timeout_ms > pod.settings.report_deadline_ms else None
+        return LoadedKV(False, 32, 200, "disk", 12.5) if timeout_ms > pod.kv.report_deadline_ms else None
 
     monkeypatch.setattr(pod.sidecar, "load_report", late)
     answer = await ask(pod, "/v1/completions", stream=stream)

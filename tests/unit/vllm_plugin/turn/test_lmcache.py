@@ -10,14 +10,14 @@ from pydantic import ValidationError
 
 from contextcache.clock import SystemClock
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
-from contextcache.identity import context_salt
+from contextcache.identity import KVTransfer, context_salt
+from integrations.lmcache.api import LMCacheApi, SaltedTokens
+from integrations.lmcache.door import LMCacheDoor
+from integrations.lmcache.instead_of_sidecar import UNTOLD, LMCacheKV
 from kv_sidecar.client import KVSidecarClient
 from tests.kit.fake_vllm import FakeVllm, encode
 from tests.kit.lmcache_fake import COORDINATOR, SERVER, SIZE_BYTES, FakeLMCache
 from tests.kit.turn_bench import SECRET, Pod
-from vllm_plugin.turn.lmcache import UNTOLD, LMCacheKV
-from vllm_plugin.turn.lmcache_api import LMCacheApi, SaltedTokens
-from vllm_plugin.turn.lmcache_door import LMCacheDoor
 from vllm_plugin.turn.settings import TurnSettings
 
 PROMPT = "x" * 600
@@ -103,11 +103,14 @@ async def test_a_create_says_that_nobody_knows_when_its_kv_is_durable(pod):
     ],
 )
 async def test_the_receipt_says_what_the_engine_says_was_loaded(pod, told, loaded, source):
-    report = pod.lmcache.loaded(told)
+    report = await pod.lmcache.loaded("r", told, is_whole=True)
     assert (None if report is None else report.loaded_tokens) == loaded
 
+    async def reported(*_, **__):
+        return report
+
     create = (await pod.create(prompt=PROMPT)).json
-    pod.engine.cached_tokens, pod.lmcache.loaded = 512, lambda _: report
+    pod.engine.cached_tokens, pod.lmcache.loaded = 512, reported
     answer = await pod.ask(create["session_id"], prompt="y")
     assert answer.json["usage"]["context"]["source"] == source
     assert answer.json["usage"]["context"]["restore_ms"] is None
@@ -244,7 +247,8 @@ async def test_a_context_deleted_while_it_is_pinned_has_no_pin_left(pod, fake, a
     create = (await pod.create(prompt=PROMPT)).json
     session, _ = await pod.transcript(create["session_id"])
     grown = encode(PROMPT + "y" * 300)
-    pod.lmcache.order(session, "ref", grown)
+    order = KVTransfer("demo", session.session_id, "r", (), "ref", session.expires_at_ms)
+    pod.lmcache.order(session, order, grown)
     pin = api.pin
 
     async def pin_late(kv):
@@ -252,7 +256,7 @@ async def test_a_context_deleted_while_it_is_pinned_has_no_pin_left(pod, fake, a
         await pin(kv)
 
     api.pin = pin_late
-    await pod.lmcache.keep(session, "ref", grown)
+    await pod.lmcache.committed(session, session, [grown])
 
     assert not fake.pins
 

@@ -7,13 +7,12 @@ import pytest
 
 from contextcache.errors import ContextNotFound, LeaseLost, SidecarUnavailable, StoreUnavailable
 from contextcache.identity import Identity, sign_identity, verify_kv_transfer
-from contextcache.model import SessionMode
+from contextcache.model import LoadedKV, SessionMode
 from contextcache.terms import Terms
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
 from tests.kit.turn_bench import SECRET, Pod
 from tests.kit.until import until
-from vllm_plugin.turn.settlement import EXPECTED_MAX
-from vllm_plugin.turn.usage import LoadedKV
+from vllm_plugin.turn.sidecar_kv import EXPECTED_MAX
 
 
 @pytest.fixture
@@ -391,7 +390,7 @@ async def test_a_turn_cancelled_twice_still_frees_its_lease(pod, num_steps):
         await asyncio.sleep(0)
     turn.cancel()
     await asyncio.wait([turn])
-    await pod.story._background.drain()
+    await pod.story.background.drain()
     pod.engine.pause.set()
 
     assert turn.cancelled()
@@ -422,7 +421,7 @@ async def test_a_lease_whose_call_gave_no_answer_is_given_back(pod, monkeypatch,
         if is_cancelled:
             turn.cancel()
         await asyncio.wait([turn])
-    await pod.story._background.drain()
+    await pod.story.background.drain()
 
     assert turn.cancelled() if is_cancelled else turn.result().status == 503
     assert (await send()).status == 200
@@ -692,7 +691,7 @@ async def test_a_crowd_of_turns_leaves_the_sidecar_calls_for_its_engine(pod, mon
 
     async def noted(request_id, *, timeout_ms):
         nonlocal now, most
-        if timeout_ms > pod.settings.report_deadline_ms:  # asked before there is anything to tell
+        if timeout_ms > pod.kv.report_deadline_ms:  # asked before there is anything to tell
             now, most = now + 1, max(most, now + 1)
             try:
                 await asyncio.Event().wait()
@@ -705,7 +704,7 @@ async def test_a_crowd_of_turns_leaves_the_sidecar_calls_for_its_engine(pod, mon
 
     assert {answer.status for answer in answers} == {200}
     assert (now, most) == (0, EXPECTED_MAX)
-    assert pod.story._settlement._num_expected == 0
+    assert pod.kv._expected == {}
 
 
 async def test_a_report_that_comes_late_is_asked_for_again(pod, monkeypatch):
@@ -731,7 +730,7 @@ async def test_an_answer_does_not_end_before_it_is_known_where_its_tokens_came_f
 
     async def late(request_id, *, timeout_ms):
         asked_ms.append(timeout_ms)
-        return report if len(asked_ms) > 1 and timeout_ms > pod.settings.report_deadline_ms else None
+        return report if len(asked_ms) > 1 and timeout_ms > pod.kv.report_deadline_ms else None
 
     monkeypatch.setattr(pod.sidecar, "load_report", late)
     pod.engine.cached_tokens = 5

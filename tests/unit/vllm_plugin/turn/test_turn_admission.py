@@ -8,11 +8,11 @@ from contextcache.claim import TURN_PATHS
 from contextcache.errors import ContextQuotaExceeded, InvalidRequest, SidecarUnavailable
 from contextcache.identity import read_in_flight, tenant_tag
 from contextcache.model import SessionPage
+from contextcache.v1.kv_sidecar_pb2 import GetTenantUsageResponse
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import SECRET, Pod
 from tests.kit.until import until
 from vllm_plugin.turn.admission import TurnAdmission
-from vllm_plugin.turn.ports import TenantUsage
 
 
 class Quotas:
@@ -155,7 +155,7 @@ async def test_what_was_in_hand_comes_back_on_every_way_out(pod, way_out):
 
 async def test_a_create_over_the_kv_quota_is_429_and_reserves_nothing(pod):
     """Seen failing without `check_quota` in the middleware: 200, and a session."""
-    quotas = Quotas(TenantUsage(size_bytes=100, limit_bytes=100))
+    quotas = Quotas(GetTenantUsageResponse(size_bytes=100, limit_bytes=100))
     guard(pod, quotas)
     answer = await pod.create(prompt="x")
 
@@ -169,17 +169,17 @@ async def test_a_create_over_the_kv_quota_is_429_and_reserves_nothing(pod):
 @pytest.mark.parametrize(("size_bytes", "status"), [(949, 200), (950, 429)])
 async def test_the_last_twentieth_of_a_quota_is_for_the_contexts_there_are(pod, size_bytes, status):
     """Seen failing with the quota itself: a real sidecar refuses the save before a tenant is quite there."""
-    guard(pod, Quotas(TenantUsage(size_bytes, limit_bytes=1000)))
+    guard(pod, Quotas(GetTenantUsageResponse(size_bytes=size_bytes, limit_bytes=1000)))
 
     assert (await pod.create(prompt="x")).status == status
 
 
 async def test_a_turn_is_not_asked_about(pod):
     """A context that is there may go on: its KV is refused, not its answer."""
-    quotas = Quotas(TenantUsage(size_bytes=0, limit_bytes=100))
+    quotas = Quotas(GetTenantUsageResponse(size_bytes=0, limit_bytes=100))
     guard(pod, quotas)
     session_id = (await pod.create(prompt="x")).json["session_id"]
-    quotas.usage = TenantUsage(size_bytes=100, limit_bytes=100)
+    quotas.usage = GetTenantUsageResponse(size_bytes=100, limit_bytes=100)
 
     assert (await pod.ask(session_id, prompt="y")).status == 200
     assert len(quotas.asked) == 1
@@ -188,10 +188,10 @@ async def test_a_turn_is_not_asked_about(pod):
 @pytest.mark.parametrize(
     ("quotas", "asked"),
     [
-        (Quotas(TenantUsage(10**12, 0)), 1),
+        (Quotas(GetTenantUsageResponse(size_bytes=10**12, limit_bytes=0)), 1),
         (Quotas(fault=SidecarUnavailable("away")), 1),
         (Quotas(fault=InvalidRequest("an older sidecar")), 1),
-        (Quotas(TenantUsage(1, 2)), 3),
+        (Quotas(GetTenantUsageResponse(size_bytes=1, limit_bytes=2)), 3),
     ],
     ids=["no quota", "away", "old", "room"],
 )

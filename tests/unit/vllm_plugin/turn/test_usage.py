@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_plugin.turn.usage import CommitOutcome, LoadedKV, TurnUsage, usage_object
+from contextcache.model import LoadedKV
+from vllm_plugin.turn.usage import CommitOutcome, TurnUsage, usage_object
 
 COMMITTED = CommitOutcome(committed=True, generation=2, expires_at_ms=1000)
 

@@ -21,17 +21,14 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
-
-from typing_extensions import override
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, SidecarUnavailable
-from contextcache.identity import context_salt
-from contextcache.model import CacheRef, CacheSessionMetadata, SaveOutcome, SessionId, TenantId
-from vllm_plugin.turn.lmcache_api import Instance, LMCacheApi, SaltedTokens
-from vllm_plugin.turn.ports import KVSidecar, TokenAddressed
-from vllm_plugin.turn.usage import LoadedKV
+from contextcache.identity import KVTransfer, context_salt
+from contextcache.model import CacheRef, CacheSessionMetadata, LoadedKV, SaveOutcome, SessionId, TenantId
+from integrations.lmcache.api import Instance, LMCacheApi, SaltedTokens
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +75,8 @@ class _Held:
             self.is_whole = False
 
 
-class LMCacheKV(KVSidecar, TokenAddressed):
-    """Is ports.KVSidecar and ports.TokenAddressed. One per API server process."""
+class LMCacheKV:
+    """See vllm_plugin.turn.ports.KVStore. One per API server process."""
 
     def __init__(self, api: LMCacheApi, *, secret: bytes, clock: Clock) -> None:
         """Take everything from outside; nothing is connected yet."""
@@ -89,34 +86,31 @@ class LMCacheKV(KVSidecar, TokenAddressed):
         self._held: OrderedDict[SessionId, _Held] = OrderedDict()
         self._num_tokens = 0
         self._uncommitted: OrderedDict[CacheRef, SessionId] = OrderedDict()
-        """By the name that a turn saves under."""
+        """Sessions by the name that a turn saves under."""
         self._earlier = asyncio.Event()
         self._expiry: asyncio.Task[None] | None = None
 
-    @override
     async def start(self) -> None:
-        """Begin to delete what ends by its time. Without it, LMCache's own eviction does."""
+        """Begin to delete KV at its expiry. Without it, LMCache's own eviction does."""
         if self._expiry is None:
             self._expiry = asyncio.create_task(self._expire_forever())
 
-    @override
-    def salt(self, session: CacheSessionMetadata) -> str:
-        """See ports.TokenAddressed."""
-        return context_salt(session.tenant, session.session_id, self._secret)
-
-    @override
-    def order(self, session: CacheSessionMetadata, save: CacheRef | None, token_ids: Sequence[int]) -> dict[str, Any]:
-        """See ports.TokenAddressed. Both of the connectors' words for it: LMCache's own, and the one vLLM 0.32 has."""
+    def order(
+        self, session: CacheSessionMetadata, order: KVTransfer, token_ids: Sequence[int]
+    ) -> tuple[dict[str, Any], str]:
+        """See KVStore. The keys are both connectors' for one thing: LMCache's own, and the one of vLLM 0.32."""
         self._hold(session, token_ids)
-        if save is not None:
-            self._uncommitted[save] = session.session_id
+        if order.save is not None:
+            self._uncommitted[order.save] = session.session_id
             if len(self._uncommitted) > _UNCOMMITTED_MAX:
                 self._uncommitted.popitem(last=False)
-        return {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
+        return {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}, self._salt(session)
 
-    @override
-    def loaded(self, told: Mapping[str, Any]) -> LoadedKV | None:
-        """See ports.TokenAddressed. What was loaded is called `host`: it came out of LMCache's memory in the end."""
+    def expect_load(self, request_id: str) -> None:
+        """See KVStore. The engine's answer alone tells of a load."""
+
+    async def loaded(self, request_id: str, told: Mapping[str, Any], *, is_whole: bool) -> LoadedKV | None:  # noqa: ARG002  # the port's
+        """See KVStore. The tier is `host`: a load ends in LMCache's memory."""
         stats = told.get("cached_token_stats")
         if isinstance(stats, Mapping):
             device, loaded = stats.get("num_vllm_cached_tokens"), stats.get("num_lmcache_extra_cached_tokens")
@@ -124,46 +118,42 @@ class LMCacheKV(KVSidecar, TokenAddressed):
             device, loaded = 0, told.get("num_lmcache_extra_cached_tokens")
         if type(device) is not int or type(loaded) is not int:
             return None
-        tier = "host" if loaded else ""
-        return LoadedKV(failed=False, device_tokens=device, loaded_tokens=loaded, tier=tier, restore_ms=None)
+        return LoadedKV(False, device, loaded, "host" if loaded else "", restore_ms=None)
 
-    @override
-    async def prefetch(self, session: CacheSessionMetadata, token_ids: Sequence[int]) -> None:
-        """See ports.TokenAddressed."""
-        await self._api.prefetch(SaltedTokens(self.salt(session), token_ids))
+    async def forget_load(self, request_id: str) -> None:
+        """See KVStore."""
 
-    @override
-    async def keep(self, session: CacheSessionMetadata, save: CacheRef, token_ids: Sequence[int]) -> None:
-        """See ports.TokenAddressed. The new pin is there before the old one goes."""
-        self._uncommitted.pop(save, None)
-        held, salt = self._hold(session, token_ids), self.salt(session)
+    async def read_ahead(self, session: CacheSessionMetadata, token_ids: Sequence[int]) -> None:
+        """See KVStore."""
+        await self._api.prefetch(SaltedTokens(self._salt(session), token_ids))
+
+    async def committed(
+        self, before: CacheSessionMetadata, after: CacheSessionMetadata, ids: Sequence[Sequence[int]]
+    ) -> None:
+        """See KVStore. The new pin is there before the old one goes."""
+        self._uncommitted.pop(after.cache_ref, None)
+        now = array("I", chain.from_iterable(ids))
+        held, salt = self._hold(after, now), self._salt(before)
         held.is_committed = True
-        before, now = held.pinned, array("I", token_ids)
+        old = held.pinned
         await self._api.pin(SaltedTokens(salt, now))
-        if self._held.get(session.session_id) is not held:  # deleted meanwhile
+        if self._held.get(after.session_id) is not held:  # deleted meanwhile
             await self._api.unpin(SaltedTokens(salt, now))
             return
         held.pinned = now
-        if before is not None:
-            await self._api.unpin(SaltedTokens(salt, before))
+        if old is not None:
+            await self._api.unpin(SaltedTokens(salt, old))
 
-    @override
-    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
-        """See ports.KVSidecar. Nothing to wait for: nobody would say."""
+    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:  # noqa: ARG002  # the port's
+        """See KVStore. Return at once: LMCache does not say when a save is durable."""
         return SaveOutcome(is_sealed=False, reason=UNTOLD)
 
-    @override
-    async def load_report(self, request_id: str, *, timeout_ms: int) -> LoadedKV | None:
-        """See ports.KVSidecar. The engine says it with its answer (`loaded`), nobody else does."""
-        return None
+    async def drop(self, tenant: TenantId, save: CacheRef) -> None:
+        """See KVStore."""
+        await self.delete_context(tenant, cache_refs=(save,))
 
-    @override
-    async def read_ahead(self, tenant: TenantId, cache_refs: tuple[CacheRef, ...]) -> None:
-        """See ports.KVSidecar. LMCache knows no names (`prefetch`)."""
-
-    @override
     async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
-        """See ports.KVSidecar. Its pins stay until then; 0: this process knows nothing of it."""
+        """Keep a context's pins until then; return 0 for a context that this process does not know, else 1."""
         held = self._of(tenant, session_id)
         if held is None:
             return 0
@@ -171,14 +161,13 @@ class LMCacheKV(KVSidecar, TokenAddressed):
         self._earlier.set()
         return 1
 
-    @override
     async def delete_context(
         self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: tuple[CacheRef, ...] = ()
     ) -> int:
         """Take a context's pins back and delete it in all tiers of all servers; return the bytes that it had there.
 
-        Refs are of generations, whose chunks are those of the context: they go with it, unless it was never committed.
-        Raises SidecarUnavailable when some of it is still there; it is tried again later.
+        Refs name generations, whose chunks are the context's: they are deleted with it, unless it was never committed.
+        Raises SidecarUnavailable when a part is still there; it is tried again later.
         """
         freed_bytes = 0
         for ref in cache_refs:
@@ -200,7 +189,6 @@ class LMCacheKV(KVSidecar, TokenAddressed):
                 log.warning("expired KV not deleted", extra={"session_id": session_id, "reason": exc.code})
         return min((held.expires_at_ms for held in self._held.values()), default=now_ms + 3_600_000) - now_ms
 
-    @override
     async def close(self) -> None:
         """End the connections; what is pinned stays so, as it should while others serve the context."""
         task, self._expiry = self._expiry, None
@@ -270,6 +258,9 @@ class LMCacheKV(KVSidecar, TokenAddressed):
         while self._num_tokens > _TOKENS_HELD_MAX and len(self._held) > 1:
             self._forget(next(iter(self._held)))
         return held
+
+    def _salt(self, session: CacheSessionMetadata) -> str:
+        return context_salt(session.tenant, session.session_id, self._secret)
 
     def _of(self, tenant: TenantId, session_id: SessionId) -> _Held | None:
         held = self._held.get(session_id)

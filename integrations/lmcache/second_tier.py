@@ -26,7 +26,7 @@ from lmcache.v1.platform import create_event_notifier
 from typing_extensions import override
 
 from contextcache.errors import ContextCacheError
-from kv_sidecar.lmcache_objects import AdapterParams, SidecarObjects
+from integrations.lmcache.objects import AdapterParams, SidecarObjects
 
 log = logging.getLogger(__name__)
 

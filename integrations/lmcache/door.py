@@ -21,9 +21,9 @@ from contextcache.errors import CacheRefNotFound
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.servers import bind, plain_server
 from contextcache.wire.tls import WatchedTls
+from integrations.lmcache.api import LMCacheApi
+from integrations.lmcache.instead_of_sidecar import LMCacheKV
 from kv_sidecar.client import SERVICE_NAME
-from vllm_plugin.turn.lmcache import LMCacheKV
-from vllm_plugin.turn.lmcache_api import LMCacheApi
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,90 @@
+"""The record of one turn, and its phases. `Turn.advance` alone changes the phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from opentelemetry.context import Context, get_current
+
+from contextcache.model import CacheRef, CacheSessionMetadata, LoadedKV, UsageFormat
+from contextcache.phases import Phases
+from vllm_plugin.turn.composition import ComposedPrompt
+from vllm_plugin.turn.repeats import Recording
+from vllm_plugin.turn.request import TurnRequest
+
+
+class Phase(Enum):
+    """Phase of a turn. The last five end it."""
+
+    LEASED = "leased"
+    """The session is reserved or its transcript read. A turn without a commit holds no lease."""
+    COMPOSED = "composed"
+    GENERATING = "generating"
+    SETTLING = "settling"
+    """The answer is whole, and its last byte is held back."""
+    IN_DOUBT = "in doubt"
+    """A commit got no answer, so the manager may have made it durable."""
+    COMMITTED = "committed"
+    READ_ONLY = "read only"
+    REFUSED = "refused"
+    UNKNOWN = "unknown"
+    """Neither commit got an answer that says whether the first was made durable."""
+    ABORTED = "aborted"
+
+
+_BEFORE_THE_END = (Phase.LEASED, Phase.COMPOSED, Phase.GENERATING, Phase.SETTLING, Phase.IN_DOUBT)
+PHASES = Phases(
+    [
+        ([Phase.LEASED], "prompt composed", Phase.COMPOSED),
+        ([Phase.COMPOSED], "engine asked", Phase.GENERATING),
+        ([Phase.GENERATING], "answer whole", Phase.SETTLING),
+        ([Phase.SETTLING], "nothing to commit", Phase.READ_ONLY),
+        ([Phase.SETTLING], "commit unanswered", Phase.IN_DOUBT),
+        ([Phase.SETTLING, Phase.IN_DOUBT], "committed", Phase.COMMITTED),
+        ([Phase.SETTLING], "commit refused", Phase.REFUSED),
+        ([Phase.IN_DOUBT], "commit refused", Phase.UNKNOWN),
+        (_BEFORE_THE_END, "aborted", Phase.ABORTED),
+    ]
+)
+
+
+@dataclass(slots=True)
+class Turn:
+    """One turn while it runs."""
+
+    request: TurnRequest
+    session: CacheSessionMetadata
+    request_id: str
+    lease_id: str
+    save_ref: CacheRef | None
+    """Name of the KV that the turn saves; None: the turn commits nothing and holds no lease."""
+    is_create: bool
+    usage: UsageFormat
+    started_ms: int
+    key: str = ""
+    """Name of the API key that it is counted under."""
+    beginning: str = ""
+    """See contextcache.identity.Identity, as `prefix_at`."""
+    prefix_at: str = ""
+    recording: Recording | None = None
+    """Record of the answer, for a request that may come again."""
+    prompt: ComposedPrompt | None = None
+    loaded: LoadedKV | None = None
+    no_kv: str = ""
+    """Reason why no KV could be reused, or, after a create, why none is durable yet."""
+    timings_ms: dict[str, float] = field(default_factory=dict)
+    first_token_s: float | None = None
+    """Seconds from the lease to the first token; None: the answer was not streamed."""
+    phase: Phase = Phase.LEASED
+    trace: Context = field(default_factory=get_current)
+    """Context with the turn's own span. The engine's task, which ends a turn, has another."""
+
+    def advance(self, event: str) -> None:
+        """Change the phase."""
+        self.phase = PHASES.after(self.phase, event)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no abort is due."""
+        return not PHASES.allows(self.phase, "aborted")
