@@ -347,12 +347,7 @@ class Sidecar:
         )
         self.metrics.store_waiting.set_function(lambda: shared.num_waiting)
         self.shared = shared
-        self._shared_collector = SharedCollector(
-            shared,
-            objects,
-            self.runtime,
-            limits=settings.collector_limits(),
-        )
+        self._shared_collector = SharedCollector(shared, objects, self.runtime, settings.collector_limits())
 
     def _ask_manager(self) -> ManagerQuestions | None:
         return ManagerQuestions(self.settings.manager, tls=self.tls) if self.settings.manager else None

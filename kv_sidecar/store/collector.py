@@ -1,7 +1,10 @@
-"""What leaves the shared store by itself: expired KV, KV that no session names, and what a crash has left there.
+"""The collector of the shared store: removes expired and unnamed KV and leftovers of a crash, and evicts.
 
-One pod of all does it, once an interval: who finds the collector's object old enough writes it anew and begins. Two
-that find it at the same moment both do, which is harmless.
+One pod makes each pass: a pod that finds the collector's object old enough writes it anew and begins. Two that find
+it at the same moment both collect, which is harmless.
+
+A full store evicts whole sessions, least recently used first: generations share blocks, so one alone frees little.
+Kept conversations are evicted before contexts. An evicted session can be written again, and no save is refused.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 from pydantic import TypeAdapter
 
@@ -22,25 +25,34 @@ from contextcache.names import CACHE_REF_PATTERN, KEPT_PREFIX, prompt_ref
 from kv_sidecar.orphans import QUESTION_REFS
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.store import hot_lists
-from kv_sidecar.store.eviction import Shelf, StoredSession, leaving
-from kv_sidecar.store.objects import ObjectStore, StoredObject
-from kv_sidecar.store.stored_kv import each, manifest_name, ref_of
+from kv_sidecar.store.objects import ObjectStore, StoredObject, each
+from kv_sidecar.store.stored_kv import StoredSession, manifest_name, ref_of
 from kv_sidecar.store.writer import SharedTier
 
 COLLECTOR = "collector"
-"""The object whose age says when somebody last collected; it holds the bytes that were left, by tenant."""
+"""Object whose age is the time since the last pass. It holds the bytes that the pass left, by tenant."""
+UPPER_MARK, LOWER_MARK = 0.95, 0.9
+"""Shares of a limit: eviction begins above the first and ends at the second."""
 _COUNTS, _COUNTS_BYTES_MAX = TypeAdapter(dict[str, int]), 16 << 20
 _NEVER = 1 << 62
 _UNREAD = -1
-"""When no manifest was written: it is read again in the next pass."""
+"""Time that no manifest was written at: it is read again in the next pass."""
 _Live: TypeAlias = tuple[SessionId, CacheRef]
 Orphans: TypeAlias = Callable[[Sequence[HeldCacheRef]], Awaitable[Sequence[int]]]
-"""Return the positions of those that no session names. Raises ContextCacheError where nobody says."""
+"""Returns the positions that no session names. Raises ContextCacheError without an answer."""
+
+
+class _Seen(NamedTuple):
+    """A manifest of the store, as it was read."""
+
+    written_at_ms: int
+    session_id: SessionId
+    expires_at_ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class CollectorLimits:
-    """When a pass is made, and what it leaves."""
+    """Bounds of a pass."""
 
     limit_bytes: int
     """Bytes of blocks in the store; the least recently used contexts are evicted first. 0: no limit."""
@@ -52,147 +64,137 @@ class CollectorLimits:
     """Time between two passes, over all pods together. A pass lists every object."""
 
 
+@dataclass(slots=True)
 class SharedCollector:
     """Used from one event loop."""
 
-    def __init__(
-        self,
-        shared: SharedTier,
-        objects: ObjectStore,
-        runtime: Runtime,
-        *,
-        limits: CollectorLimits,
-    ) -> None:
-        self._shared = shared
-        self._objects = objects
-        self._limits = limits
-        self._clock = runtime.clock
-        self._metrics = runtime.metrics
-        self._seen: dict[str, tuple[int, SessionId, int]] = {}
-        """Of manifests, by name: when it was written, whose it is, when it expires."""
-        self._heard_at_ms = 0
-        """When the pass was made whose bytes are shown."""
-        self.bytes_by_tenant: Mapping[TenantId, int] = {}
-        """Of blocks in the store, as the last pass of any pod left them."""
-        self._held_kib_s: Counter[TenantId] = Counter()
+    shared: SharedTier
+    objects: ObjectStore
+    runtime: Runtime
+    limits: CollectorLimits
+    bytes_by_tenant: Mapping[TenantId, int] = field(default_factory=dict)
+    """Bytes of blocks in the store, as the last pass of any pod left them."""
+    _seen: dict[str, _Seen] = field(default_factory=dict)
+    """Manifests by name."""
+    _heard_at_ms: int = 0
+    """Time of the pass whose bytes are shown."""
+    _held_kib_s: Counter[TenantId] = field(default_factory=Counter)
 
     async def collect(self, orphans: Orphans | None) -> int:
-        """Remove what has expired, what no session names, what no manifest names, and what there is no room for.
+        """Make a pass, if it is time: remove expired, unnamed and unreferenced objects, then evict.
 
-        One pod of all does it, once an interval. Return how many manifests were not named. Raises SidecarUnavailable.
+        Returns the number of removed manifests. Raises SidecarUnavailable.
         """
-        now_ms = self._clock.now_ms()
-        last = await self._objects.head(COLLECTOR)
-        if last is not None and now_ms - last.modified_at_ms < self._limits.interval_s * 1000:
+        now_ms = self.runtime.clock.now_ms()
+        last = await self.objects.head(COLLECTOR)
+        if last is not None and now_ms - last.modified_at_ms < self.limits.interval_s * 1000:
             await self._hear(last)
             return 0
         if last is not None:
             await self._hear(last)
             self._count_held(now_ms - last.modified_at_ms)
-        # As it was, so that who asks meanwhile learns that somebody collects.
-        await self._objects.put(COLLECTOR, json.dumps(dict(self.bytes_by_tenant)).encode())
+        # With the former bytes: other pods see that a pass is in progress.
+        await self.objects.put(COLLECTOR, json.dumps(dict(self.bytes_by_tenant)).encode())
         removed, shelves = 0, {}
-        for tenant in await self._objects.directories():
+        for tenant in await self.objects.directories():
             if tenant == hot_lists.DIRECTORY:
                 await self._remove_old_lists()
                 continue
             num_doomed, shelves[tenant] = await self._collect(tenant, orphans)
             removed += num_doomed
-        for it in leaving(
-            shelves, limit_bytes=self._limits.limit_bytes, tenant_limit_bytes=self._limits.tenant_limit_bytes
-        ):
-            if await self._shared.evict(it.tenant, it.session_id, it.session):
-                self._metrics.store_evicted.inc()
+        for it in leaving(shelves, self.limits):
+            if await self.shared.evict(*it):
+                self.runtime.metrics.store_evicted.inc()
         self.bytes_by_tenant = {tenant: shelf.size_bytes for tenant, shelf in shelves.items() if shelf.size_bytes}
-        await self._objects.put(COLLECTOR, json.dumps(self.bytes_by_tenant).encode())
+        await self.objects.put(COLLECTOR, json.dumps(self.bytes_by_tenant).encode())
         return removed
 
     def take_held(self) -> Mapping[TenantId, int]:
-        """Return the KiB times seconds that tenants held in the store between this pod's passes and those before."""
+        """Return the KiB times seconds that tenants held in the store before this pod's passes, and begin anew."""
         held, self._held_kib_s = self._held_kib_s, Counter()
         return held
 
     def _count_held(self, since_ms: int) -> None:
-        # Nobody collected for longer: then nobody knows what was there.
-        seconds = min(max(since_ms, 0) // 1000, 2 * self._limits.interval_s)
+        # After a longer pause it is unknown what was there.
+        seconds = min(max(since_ms, 0) // 1000, 2 * self.limits.interval_s)
         for tenant, size_bytes in self.bytes_by_tenant.items():
             self._held_kib_s[tenant] += int(size_bytes // 1024 * seconds)
 
     async def _remove_old_lists(self) -> None:
-        """Remove lists of hot contexts that nobody has taken over, and what a crash has left beside them."""
-        before_ms = self._clock.now_ms() - self._limits.grace_s * 1000
-        found = [it async for it in self._objects.listed(f"{hot_lists.DIRECTORY}/")]
+        """Remove old lists of hot contexts, and leftovers of a crash beside them."""
+        before_ms = self.runtime.clock.now_ms() - self.limits.grace_s * 1000
+        found = [it async for it in self.objects.listed(f"{hot_lists.DIRECTORY}/")]
         old = [it.name for it in found if it.modified_at_ms < before_ms]
-        await each(old, self._objects.delete)
+        await each(old, self.objects.delete)
 
     async def _hear(self, last: StoredObject) -> None:
-        """Read what the pod that collected last has counted."""
+        """Read the bytes that the last pass counted."""
         if last.modified_at_ms == self._heard_at_ms:
             return
         self._heard_at_ms = last.modified_at_ms
         with suppress(CorruptBlock, ValueError):
-            data = await self._objects.get(COLLECTOR, limit_bytes=_COUNTS_BYTES_MAX)
+            data = await self.objects.get(COLLECTOR, limit_bytes=_COUNTS_BYTES_MAX)
             self.bytes_by_tenant = {} if data is None else _COUNTS.validate_json(bytes(data))
 
     async def _collect(self, tenant: TenantId, orphans: Orphans | None) -> tuple[int, Shelf]:
-        # In this order: what is written meanwhile is named by what is listed later.
-        before_ms = self._clock.now_ms() - self._limits.grace_s * 1000
+        # In this order: a later list names whatever is written meanwhile.
+        before_ms = self.runtime.clock.now_ms() - self.limits.grace_s * 1000
         listing = _Listing(
             tenant,
-            blocks={ref_of(it.name): it async for it in self._objects.listed(f"{tenant}/blocks/")},
-            holders=[it async for it in self._objects.listed(f"{tenant}/holders/")],
-            sessions=[it async for it in self._objects.listed(f"{tenant}/sessions/")],
-            manifests={it.name: it async for it in self._objects.listed(f"{tenant}/manifests/")},
+            blocks={ref_of(it.name): it async for it in self.objects.listed(f"{tenant}/blocks/")},
+            holders=[it async for it in self.objects.listed(f"{tenant}/holders/")],
+            sessions=[it async for it in self.objects.listed(f"{tenant}/sessions/")],
+            manifests={it.name: it async for it in self.objects.listed(f"{tenant}/manifests/")},
         )
         owner_of = {ref_of(it.name): _second(it) for it in listing.sessions}
         for stored in listing.manifests.values():
-            await self._see(stored, owner_of.get(ref_of(stored.name), ""))
+            await self._see(tenant, stored, owner_of.get(ref_of(stored.name), ""))
         doomed = await self._overdue(listing, before_ms, orphans)
         for name, session_id in doomed.items():
-            await self._shared.delete(tenant, session_id, [ref_of(name)], is_whole=False)
+            await self.shared.delete(tenant, session_id, [ref_of(name)], is_whole=False)
             self._seen.pop(name, None)
         self._seen = {
             name: seen
             for name, seen in self._seen.items()
             if name in listing.manifests or not name.startswith(f"{tenant}/")
         }
-        live = {(seen[1], ref_of(name)) for name, seen in self._seen.items() if name in listing.manifests}
+        live = {(seen.session_id, ref_of(name)) for name, seen in self._seen.items() if name in listing.manifests}
         # In a thread, as a large tenant has millions of objects.
         unnamed, unheld = await asyncio.to_thread(listing.leftovers, live, before_ms)
         shelf = await asyncio.to_thread(listing.shelf, live, set(doomed.values()), before_ms)
-        await each(unnamed, self._objects.delete)
-        await each(unheld, lambda name: self._shared.removals.delete_unheld(tenant, name))
+        await each(unnamed, self.objects.delete)
+        await each(unheld, lambda name: self.shared.stored.delete_unheld(tenant, name))
         return len(doomed), shelf
 
-    async def _see(self, stored: StoredObject, owner: SessionId) -> None:
-        """Read a manifest of the store, unless it was since it was written; one that is none goes.
+    async def _see(self, tenant: TenantId, stored: StoredObject, owner: SessionId) -> None:
+        """Read a manifest of the store unless its last version was read. Remove a corrupt one.
 
-        One that does not open stays until the manager says that no session, and not `owner`, names it; of what is kept
-        nobody does, and it stays as long as anything may live.
+        One that cannot be decrypted stays until the manager says that no session, and not `owner`, names it. A kept
+        one, which no session names, stays as long as any KV may live.
         """
         known = self._seen.get(stored.name)
-        if known is not None and known[0] == stored.modified_at_ms:
+        if known is not None and known.written_at_ms == stored.modified_at_ms:
             return
         try:
-            found = await self._shared.stored.read(stored.name)
+            found = await self.shared.stored.manifest(tenant, ref_of(stored.name))
         except KeyNotAtHand:
             ends_at_ms = stored.modified_at_ms + MAX_TTL_S * 1000 if owner.startswith(KEPT_PREFIX) else _NEVER
-            self._seen[stored.name] = (_UNREAD, owner, ends_at_ms)
+            self._seen[stored.name] = _Seen(_UNREAD, owner, ends_at_ms)
             return
         except CorruptBlock:
-            await self._objects.delete(stored.name)
+            await self.objects.delete(stored.name)
             found = None
         if found is None:
             self._seen.pop(stored.name, None)
         else:
-            self._seen[stored.name] = (stored.modified_at_ms, found.session_id, found.expires_at_ms)
+            self._seen[stored.name] = _Seen(stored.modified_at_ms, found.session_id, found.expires_at_ms)
 
     async def _overdue(self, listing: _Listing, before_ms: float, orphans: Orphans | None) -> dict[str, SessionId]:
         """Return the names of manifests that have expired, or that no session names, and whose they are.
 
         What was saved at the end of a context's prompt has no name of its own in a session: one name keeps both.
         """
-        now_ms = self._clock.now_ms()
+        now_ms = self.runtime.clock.now_ms()
         doomed: dict[str, SessionId] = {}
         asked: list[HeldCacheRef] = []
         for stored in listing.manifests.values():
@@ -224,7 +226,7 @@ async def _unnamed(asked: Sequence[HeldCacheRef], orphans: Orphans) -> list[Held
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """What a tenant has in the store."""
+    """Objects of a tenant in the store."""
 
     tenant: TenantId
     blocks: Mapping[str, StoredObject]
@@ -268,6 +270,62 @@ class _Listing:
             if name in kept or not (it.modified_at_ms < before_ms or name in freed)
         }
         return Shelf(sizes, shelf)
+
+
+class Shelf:
+    """Sessions and bytes of a tenant in the store."""
+
+    def __init__(self, sizes_bytes: Mapping[str, int], sessions: Mapping[SessionId, StoredSession]) -> None:
+        """`sizes_bytes`: sizes of all its block files, held or not."""
+        self.sessions = dict(sessions)
+        self.size_bytes = sum(sizes_bytes.values())
+        self._sizes_bytes = sizes_bytes
+        self._num_holders = Counter(name for session in sessions.values() for name in session.files)
+
+    def take(self, session_id: SessionId) -> StoredSession:
+        """Remove a session and the bytes that only it held."""
+        session = self.sessions.pop(session_id)
+        for name in session.files:
+            self._num_holders[name] -= 1
+            if not self._num_holders[name]:
+                self.size_bytes -= self._sizes_bytes.get(name, 0)
+        return session
+
+
+class Leaving(NamedTuple):
+    """A session to be evicted."""
+
+    tenant: TenantId
+    session_id: SessionId
+    session: StoredSession
+
+
+def leaving(shelves: Mapping[TenantId, Shelf], limits: CollectorLimits) -> list[Leaving]:
+    """Take the sessions to be evicted off the shelves: for each tenant's limit, then for the limit of all."""
+    gone: list[Leaving] = []
+    for tenant, shelf in shelves.items():
+        gone += _down_to({tenant: shelf}, limits.tenant_limit_bytes)
+    return gone + _down_to(shelves, limits.limit_bytes)
+
+
+def _down_to(shelves: Mapping[TenantId, Shelf], limit_bytes: int) -> list[Leaving]:
+    size_bytes = sum(shelf.size_bytes for shelf in shelves.values())
+    if not limit_bytes or size_bytes <= limit_bytes * UPPER_MARK:
+        return []
+    by_use = sorted(
+        (not session_id.startswith(KEPT_PREFIX), session.used_at_ms, tenant, session_id)
+        for tenant, shelf in shelves.items()
+        for session_id, session in shelf.sessions.items()
+    )
+    gone: list[Leaving] = []
+    for *_, tenant, session_id in by_use:
+        if size_bytes <= limit_bytes * LOWER_MARK:
+            break
+        shelf = shelves[tenant]
+        before_bytes = shelf.size_bytes
+        gone.append(Leaving(tenant, session_id, shelf.take(session_id)))
+        size_bytes -= before_bytes - shelf.size_bytes
+    return gone
 
 
 def _second(stored: StoredObject) -> str:

@@ -2,19 +2,19 @@
 
 A thin layer over obstore 0.12, whose own chain finds the credentials (AWS_…, GOOGLE_…, AZURE_…, the pod's identity) and
 whose retries are bounded by the deadline here. Nothing of what a store says in an error is logged or handed on: it may
-name keys. Names are relative to the URL's path; what they mean is stored_kv.py's.
+name keys. Names are relative to the URL's path; stored_kv.py gives them a meaning.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import obstore
@@ -27,6 +27,9 @@ from kv_sidecar.tiers.store import Buffer
 
 _ABSENT = (FileNotFoundError,)
 """What obstore raises for an object that is not there."""
+Item = TypeVar("Item")
+_CALLS_AT_ONCE = 16
+"""Parallel calls without a body, of one step: a directory bucket answers thousands a second."""
 _PAGE = 1000
 _LOOKS_AT_ONCE = 4
 _PUTS = 10
@@ -102,10 +105,6 @@ class ObjectStore:
             except _ABSENT:
                 return None
 
-    async def size_bytes(self, name: str) -> int | None:
-        """Return an object's size, or None."""
-        return None if (found := await self.head(name)) is None else found.size_bytes
-
     async def head(self, name: str) -> StoredObject | None:
         """Return what a listing would tell of an object, or None."""
         async with self._call():
@@ -164,6 +163,29 @@ class ObjectStore:
                 yield
         except (BaseError, OSError, TimeoutError) as exc:
             raise SidecarUnavailable(f"no answer from the shared store: {type(exc).__name__}") from None
+
+
+async def each(
+    items: Iterable[Item], call: Callable[[Item], Awaitable[None]], *, at_once: int = _CALLS_AT_ONCE
+) -> None:
+    """Make a call for each item, `at_once` in parallel. After a failure no further call begins; then raise it."""
+    slots, has_failed = asyncio.Semaphore(at_once), False
+
+    async def one(item: Item) -> None:
+        nonlocal has_failed
+        async with slots:
+            if has_failed:
+                return
+            try:
+                await call(item)
+            except BaseException:
+                has_failed = True
+                raise
+
+    ends = await asyncio.gather(*map(one, items), return_exceptions=True)
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end
 
 
 def check_store_url(url: str) -> None:

@@ -193,7 +193,11 @@ def test_injected_pods_are_closed_at_the_sidecar_s_ports_alone():
 
 
 def test_the_connector_s_keys_are_those_of_its_settings():
-    (made,) = (node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.ClassDef))
+    made = next(
+        node
+        for node in ast.parse(SOURCE.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "ConnectorSettings"
+    )
     fields = {node.target.id for node in made.body if isinstance(node, ast.AnnAssign)}
     schema = connector_schema()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from typing_extensions import override
 
 from contextcache.process.run import run_part
@@ -28,6 +28,14 @@ class BoundedSettings(SidecarSettings):
     """Settings, and values for fields of the limits by name; `leftover_s` is a constant of sidecar.py."""
 
     bounds: dict[str, int | float] = Field(default_factory=dict)
+
+    @field_validator("bounds")
+    @classmethod
+    def _are_known(cls, value: dict[str, int | float]) -> dict[str, int | float]:
+        limits: list[Any] = [CatalogLimits, PullLimits, SharedLimits, CollectorLimits]
+        known = {field.name for one in limits for field in fields(one)} | {"bytes_max", "leftover_s"}
+        assert value.keys() <= known, value.keys() - known
+        return value
 
     @override
     def limits(self) -> CatalogLimits:

@@ -16,8 +16,7 @@ from contextcache.errors import CacheRefNotFound, SidecarUnavailable
 from contextcache.model import HeldCacheRef
 from kv_sidecar.crash_points import AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
 from kv_sidecar.settings import SidecarSettings
-from kv_sidecar.store import removal as shared_removal
-from kv_sidecar.store import writer
+from kv_sidecar.store import stored_kv, writer
 from kv_sidecar.store.collector import COLLECTOR
 from kv_sidecar.store.objects import ObjectStore
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
@@ -200,7 +199,7 @@ async def test_what_a_crash_left_is_collected_when_it_is_old_and_never_what_is_n
         if point == AFTER_UNSTORED_MANIFEST:
             await kv.save(other, session_id="ctx_2")
             await written(kv)
-        for part in (writer, shared_removal):
+        for part in (writer, stored_kv):
             monkeypatch.setattr(part, "crash_point", die)
         if point == AFTER_UNSTORED_MANIFEST:
             end = kv.sidecar.shared.delete(TENANT, "ctx_2", [], is_whole=True)
@@ -364,7 +363,7 @@ async def test_the_oldest_waiting_context_gives_way_and_writes_keep_to_their_rat
     async def sleep(delay_s):
         slept_s.append(delay_s)
 
-    monkeypatch.setattr(ObjectStore, "size_bytes", never)
+    monkeypatch.setattr(ObjectStore, "head", never)
     async with pod("a", queue_max=1, store_bytes_per_s=100) as kv:
         for session in ("ctx_1", "ctx_2", "ctx_3"):
             await kv.save(TEN, session_id=session)
@@ -388,8 +387,8 @@ async def test_the_end_of_a_pod_waits_for_the_store_as_long_as_it_is_told(pod, m
     async def never(*args, **kwargs):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(ObjectStore, "size_bytes", never)
-    async with pod("a", store_flush_s=0.01) as kv:
+    monkeypatch.setattr(ObjectStore, "head", never)
+    async with pod("a", handover_s=0.01) as kv:
         await kv.save(TEN)
         await kv.sidecar.flush()
         assert kv.sidecar.shared.num_waiting == 1

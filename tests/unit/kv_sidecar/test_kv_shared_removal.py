@@ -20,10 +20,8 @@ from contextcache.names import KEPT_PREFIX, prompt_ref
 from kv_sidecar.saves import NewSave
 from kv_sidecar.store import writer
 from kv_sidecar.store.collector import COLLECTOR
-from kv_sidecar.store.eviction import StoredSession
-from kv_sidecar.store.known_blocks import KnownBlocks
-from kv_sidecar.store.objects import ObjectStore, StoredObject
-from kv_sidecar.store.stored_kv import each
+from kv_sidecar.store.objects import ObjectStore, StoredObject, each
+from kv_sidecar.store.stored_kv import KnownBlocks, StoredSession
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.until import until
 
@@ -252,7 +250,7 @@ async def test_a_delete_that_is_tried_again_leaves_what_was_made_anew_under_the_
 async def test_a_delete_that_waits_for_the_writer_leaves_what_is_made_anew_meanwhile(pod, tmp_path, clock, monkeypatch):
     async with pod("a") as kv:
         shared = kv.sidecar.shared
-        held, find = Held(shared._objects, "put", "/blocks/"), shared.removals._find
+        held, find = Held(shared._objects, "put", "/blocks/"), shared.stored._find
         old = await kv.save(TEN, session_id="my-chat")
         await held.has_come.wait()
         delete = asyncio.create_task(kv.sidecar.delete(TENANT, "my-chat", [old.cache_ref]))
@@ -264,7 +262,7 @@ async def test_a_delete_that_waits_for_the_writer_leaves_what_is_made_anew_meanw
             await until(lambda: new.cache_ref in manifests(tmp_path), what="the new one is written")
             await find(removal)
 
-        monkeypatch.setattr(shared.removals, "_find", late)
+        monkeypatch.setattr(shared.stored, "_find", late)
         held.may_go_on.set()
         await delete
         assert manifests(tmp_path) == {new.cache_ref}
@@ -549,7 +547,7 @@ async def test_objects_come_and_go_in_one_directory_side_by_side(tmp_path, pods,
         store, name = stores[number % len(stores)], f"{TENANT}/holders/one/{number}"
         for _ in range(rounds):
             await store.put(name, b"")
-            assert await store.size_bytes(name) == 0
+            assert (await store.head(name)).size_bytes == 0
             assert name in [it.name async for it in store.listed(f"{TENANT}/holders/one/")]
             await store.delete(name)
             assert await store.create(name, b"1")
