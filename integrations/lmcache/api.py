@@ -1,4 +1,4 @@
-"""What LMCache's HTTP API takes and gives. httpx only: nothing of LMCache is imported, as it moves vLLM's own packages.
+"""LMCache's HTTP API, by httpx alone: importing LMCache would move vLLM's own packages.
 
 Read in lmcache 0.5.6 and seen running. Two servers: the MP server beside the engine, and the fleet's coordinator.
 
@@ -25,9 +25,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import httpx
+import msgspec
 
 from contextcache.errors import SidecarUnavailable
 
@@ -51,107 +52,113 @@ class SaltedTokens:
     """From the first on; what is beyond TOKENS_MAX is not named."""
 
 
-@dataclass(frozen=True, slots=True)
-class Instance:
+Answer = TypeVar("Answer")
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Instance(msgspec.Struct):
     """One MP server."""
 
     instance_id: str
-    url: str
+    ip: str
+    http_port: int
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """What came of a delete."""
-
-    skipped: int
-    """Objects that are pinned or locked, and still there."""
+class _Instances(msgspec.Struct):
+    instances: list[Instance]
 
 
+class _Prefetched(msgspec.Struct):
+    chunks: Count = 0
+
+
+class _Skipped(msgspec.Struct):
+    skipped: Count = 0
+
+
+class _Placement(msgspec.Struct):
+    size_bytes: Count
+
+
+class _Found(msgspec.Struct):
+    placements: list[_Placement]
+
+
+class _FoundAll(msgspec.Struct):
+    results: list[_Found]
+
+
+class _Listed(msgspec.Struct):
+    key: dict[str, Any]
+
+
+class _Keys(msgspec.Struct):
+    keys: list[_Listed]
+
+
+@dataclass
 class LMCacheApi:
     """Both servers' API. Connects at the first call. Every call has a deadline and raises SidecarUnavailable."""
 
-    def __init__(
-        self,
-        *,
-        server_url: str,
-        coordinator_url: str,
-        model_name: str,
-        world_size: int,
-        timeout_s: float,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        """`model_name`, `world_size`: as the engine registers its KV; `timeout_s` bounds a call with its retries."""
-        self._server_url = server_url.rstrip("/")
-        self._coordinator_url = coordinator_url.rstrip("/")
-        self._engine = {"model_name": model_name, "world_size": world_size}
-        self._timeout_s = timeout_s
-        self._transport = transport
-        self._client: httpx.AsyncClient | None = None
+    server_url: str
+    coordinator_url: str
+    model_name: str
+    """As the engine registers its KV, like `world_size`."""
+    world_size: int
+    timeout_s: float
+    """Seconds of a call with its retries."""
+    transport: httpx.AsyncBaseTransport | None = None
+    _client: httpx.AsyncClient | None = None
 
     async def prefetch(self, kv: SaltedTokens) -> int:
-        """Have KV brought into the server's memory; return how many chunks were asked for, 0: less than one."""
-        answer = await self._ask("POST", f"{self._server_url}/cache/prefetches", self._body(kv))
-        return _count(answer, "chunks")
+        """Bring KV into the server's memory; return the chunks that were asked for, 0: less than one."""
+        url = f"{self.server_url.rstrip('/')}/cache/prefetches"
+        return (await self._ask(_Prefetched, "POST", url, self._body(kv))).chunks
 
     async def pin(self, kv: SaltedTokens) -> None:
         """Keep KV from the coordinator's eviction. Counted, so never tried twice."""
-        await self._ask("POST", f"{self._coordinator_url}/cache/pins", self._body(kv), attempts=1)
+        await self._ask(_Skipped, "POST", self._of_coordinator("cache/pins"), self._body(kv), attempts=1)
 
     async def unpin(self, kv: SaltedTokens) -> None:
         """Take one pin back; without one it does nothing."""
-        await self._ask("DELETE", f"{self._coordinator_url}/cache/pins", self._body(kv), attempts=1)
+        await self._ask(_Skipped, "DELETE", self._of_coordinator("cache/pins"), self._body(kv), attempts=1)
 
     async def instances(self) -> list[Instance]:
         """Return the servers that the coordinator knows."""
-        answer = await self._ask("GET", f"{self._coordinator_url}/instances")
-        try:
-            found = answer["instances"]
-            return [Instance(str(it["instance_id"]), f"http://{it['ip']}:{int(it['http_port'])}") for it in found]
-        except (KeyError, TypeError, ValueError) as exc:
-            raise _unreadable() from exc
+        return (await self._ask(_Instances, "GET", self._of_coordinator("instances"))).instances
 
-    async def delete(self, instance: Instance, kv: SaltedTokens) -> Removed:
-        """Delete unpinned, unlocked chunks in all tiers of one server."""
+    async def delete(self, instance: Instance, kv: SaltedTokens) -> int:
+        """Delete chunks in all tiers of one server; return the pinned or locked objects that are still there."""
         body = {**self._body(kv), "instance_id": instance.instance_id, "tier": "all", "force": False}
-        answer = await self._ask("POST", f"{self._coordinator_url}/cache/delete", body)
-        return Removed(_count(answer, "skipped"))
+        return (await self._ask(_Skipped, "POST", self._of_coordinator("cache/delete"), body)).skipped
 
     async def size_bytes(self, kv: SaltedTokens) -> int:
         """Return the bytes of KV in all places, as far as the coordinator has been told."""
         if not kv.token_ids:
             return 0
-        answer = await self._ask("POST", f"{self._coordinator_url}/directory/lookup", self._body(kv))
-        try:
-            places = [place for found in answer["results"] for place in found["placements"]]
-            return sum(int(place["size_bytes"]) for place in places)
-        except (KeyError, TypeError, ValueError) as exc:
-            raise _unreadable() from exc
+        answer = await self._ask(_FoundAll, "POST", self._of_coordinator("directory/lookup"), self._body(kv))
+        return sum(place.size_bytes for found in answer.results for place in found.placements)
 
     async def keys_under(self, salt: str) -> list[dict[str, Any]]:
         """Return all keys under a salt, as far as the coordinator has been told. Reads its whole directory, in pages.
 
         Raises SidecarUnavailable when that is more than a million keys.
         """
-        url, keys = f"{self._coordinator_url}/directory/keys?limit={_KEYS_A_PAGE}&offset=", []
+        url, keys = self._of_coordinator(f"directory/keys?limit={_KEYS_A_PAGE}&offset="), []
         for page in range(_PAGES_MAX):
-            answer = await self._ask("GET", f"{url}{page * _KEYS_A_PAGE}")
-            try:
-                found = [listed["key"] for listed in answer["keys"]]
-                keys += [key for key in found if key["cache_salt"] == salt]
-            except (KeyError, TypeError) as exc:
-                raise _unreadable() from exc
+            found = (await self._ask(_Keys, "GET", f"{url}{page * _KEYS_A_PAGE}")).keys
+            keys += [listed.key for listed in found if listed.key.get("cache_salt") == salt]
             if len(found) < _KEYS_A_PAGE:
                 return keys
         raise SidecarUnavailable("LMCache's directory is too large to search for a context")
 
-    async def delete_keys(self, instance: Instance, keys: Sequence[dict[str, Any]]) -> Removed:
-        """Delete unlocked objects in all tiers of one server; pins of theirs stay, and hold nothing."""
-        skipped = 0
+    async def delete_keys(self, instance: Instance, keys: Sequence[dict[str, Any]]) -> int:
+        """Delete objects in all tiers of one server; return the locked ones. Their pins stay, without effect."""
+        skipped, url = 0, f"http://{instance.ip}:{instance.http_port}/cache/objects"
         for start in range(0, len(keys), _KEYS_A_DELETE):
             body = {"keys": list(keys[start : start + _KEYS_A_DELETE]), "tier": "all", "force": False}
-            answer = await self._ask("DELETE", f"{instance.url}/cache/objects", body)
-            skipped += _count(answer, "skipped")
-        return Removed(skipped)
+            skipped += (await self._ask(_Skipped, "DELETE", url, body)).skipped
+        return skipped
 
     async def close(self) -> None:
         """Close the connections; a later call opens new ones."""
@@ -159,15 +166,25 @@ class LMCacheApi:
         if client is not None:
             await client.aclose()
 
+    def _of_coordinator(self, path: str) -> str:
+        return f"{self.coordinator_url.rstrip('/')}/{path}"
+
     def _body(self, kv: SaltedTokens) -> dict[str, Any]:
-        return {**self._engine, "token_ids": list(kv.token_ids[:TOKENS_MAX]), "cache_salt": kv.salt}
+        engine = {"model_name": self.model_name, "world_size": self.world_size}
+        return {**engine, "token_ids": list(kv.token_ids[:TOKENS_MAX]), "cache_salt": kv.salt}
 
     async def _ask(
-        self, method: str, url: str, body: dict[str, Any] | None = None, *, attempts: int = _ATTEMPTS
-    ) -> dict[str, Any]:
-        """Return the JSON of an answer; a connection that breaks, or a server that is away, is tried again."""
+        self,
+        kind: type[Answer],
+        method: str,
+        url: str,
+        body: dict[str, Any] | None = None,
+        *,
+        attempts: int = _ATTEMPTS,
+    ) -> Answer:
+        """Return an answer; a connection that breaks, or a server that is away, is tried again."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 for left in reversed(range(attempts)):
                     try:
                         answer = await self._open().request(method, url, json=body)
@@ -176,7 +193,7 @@ class LMCacheApi:
                             raise
                     else:
                         if not left or answer.status_code not in _TRY_AGAIN:
-                            return _read(answer)
+                            return _read(kind, answer)
                     await asyncio.sleep(_PAUSE_S)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
             raise SidecarUnavailable(f"no answer from LMCache before the deadline ({type(exc).__name__})") from exc
@@ -185,30 +202,16 @@ class LMCacheApi:
     def _open(self) -> httpx.AsyncClient:
         if self._client is None:
             self._client = httpx.AsyncClient(
-                timeout=self._timeout_s, limits=_CONNECTIONS, trust_env=False, transport=self._transport
+                timeout=self.timeout_s, limits=_CONNECTIONS, trust_env=False, transport=self.transport
             )
         return self._client
 
 
-def _read(answer: httpx.Response) -> dict[str, Any]:
+def _read(kind: type[Answer], answer: httpx.Response) -> Answer:
     if not answer.is_success:
-        # Its words may quote what it was sent.
+        # Its words may quote the request.
         raise SidecarUnavailable(f"LMCache answered with status {answer.status_code} to {answer.request.url.path}")
     try:
-        found = answer.json()
-    except ValueError as exc:
-        raise _unreadable() from exc
-    if not isinstance(found, dict):
-        raise _unreadable()
-    return found
-
-
-def _count(answer: dict[str, Any], name: str) -> int:
-    value = answer.get(name, 0)
-    if type(value) is not int or value < 0:
-        raise _unreadable()
-    return value
-
-
-def _unreadable() -> SidecarUnavailable:
-    return SidecarUnavailable("LMCache's answer is not valid")
+        return msgspec.json.decode(answer.content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise SidecarUnavailable("LMCache's answer is not valid") from exc

@@ -226,8 +226,8 @@ class LMCacheKV:
         if not instances:
             raise SidecarUnavailable("LMCache's coordinator lists no server")
         for left in reversed(range(_ROUNDS)):
-            removed = await asyncio.gather(*(self._api.delete(instance, kv) for instance in instances))
-            if not any(one.skipped for one in removed):
+            skipped = await asyncio.gather(*(self._api.delete(instance, kv) for instance in instances))
+            if not any(skipped):
                 return
             if left:
                 # A pin of a process that is gone counts too: one goes with each round.
@@ -238,10 +238,9 @@ class LMCacheKV:
     async def _delete_listed(self, salt: str, instances: Sequence[Instance]) -> int:
         """Delete what the directory lists under a salt, when its tokens are not known: this process is younger."""
         keys = await self._api.keys_under(salt)
-        if keys:
-            removed = await asyncio.gather(*(self._api.delete_keys(instance, keys) for instance in instances))
-            if any(one.skipped for one in removed):
-                raise SidecarUnavailable("LMCache did not delete all KV of a context: some of it is locked")
+        skipped = await asyncio.gather(*(self._api.delete_keys(instance, keys) for instance in instances if keys))
+        if any(skipped):
+            raise SidecarUnavailable("LMCache did not delete all KV of a context: some of it is locked")
         return 0
 
     def _hold(self, session: CacheSessionMetadata, token_ids: Sequence[int]) -> _Held:

@@ -236,7 +236,7 @@ _VALUES: dict[str, Values] = {
                 "servedModelName": "llama",
                 "blockSize": 32,
                 "extraArgs": ["--enable-chunked-prefill"],
-                "turn": {"replayThreshold": 0.9, "leaseTtlMs": 30000},
+                "turn": {"rpcDeadlineMs": 3000, "leaseTtlMs": 30000},
                 "connector": {"load_always_ms": 64, "weights_epoch": "2026-11"},
                 "shutdownTimeoutS": 300,
                 "terminationGracePeriodSeconds": 600,

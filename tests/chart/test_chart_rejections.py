@@ -124,8 +124,8 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     "a setting of the sidecar's that is text": ({"sidecar": {"settings": {"ioThreads": "4"}}}, ("ioThreads",)),
     "a setting of envoy's that there is not": ({"envoy": {"settings": {"timeout": 1}}}, ("settings", "timeout")),
     "a setting of the turn's out of range": (
-        merged(ENGINE, {"engine": {"turn": {"replayThreshold": 0}}}),
-        ("replayThreshold",),
+        merged(ENGINE, {"engine": {"turn": {"leaseTtlMs": 0}}}),
+        ("leaseTtlMs",),
     ),
     "a key of the connector's that there is not": (
         merged(ENGINE, {"engine": {"connector": {"minLoadTokens": 1}}}),

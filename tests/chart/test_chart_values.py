@@ -176,7 +176,7 @@ def other_values(path: str, node: dict, default: Any) -> list[Any]:
         "payloadResources": {"limits": {"memory": "900Gi"}},
         "attendantResources": {"limits": {"memory": "900Gi"}},
         "extraEnv": [{"name": "OTHER", "value": "1"}],
-        "turn": {"replayThreshold": 0.5},
+        "turn": {"leaseTtlMs": 20000},
         "connector": {"deadline_factor": 7},
         "interval": "7s",
         "digest": DIGEST,

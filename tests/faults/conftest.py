@@ -16,7 +16,6 @@ _PATIENCE = {
     "GATEWAY_MANAGER_TIMEOUT_S": "6",
     "GATEWAY_PROBE_TIMEOUT_S": "5",
     "TURN_RPC_DEADLINE_MS": "6000",
-    "TURN_REPORT_DEADLINE_MS": "1000",
 }
 """Beside other tests a part stands still for seconds; what breaks costs less than BOUND_S all the same."""
 _CONNECTOR = {"deadline_factor": 3}

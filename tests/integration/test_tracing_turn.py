@@ -143,8 +143,6 @@ async def running_deployment(
             engine=engine,
             sidecar=KVSidecarClient(sidecar, timeout_s=20),
             tracer=tracer,
-            seal_deadline_ms=20_000,
-            report_deadline_ms=1000,
             rpc_deadline_ms=20_000,
         ) as pod,
     ):

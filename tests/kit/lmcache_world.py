@@ -193,7 +193,6 @@ class LMCacheWorld:
             "TURN_LMCACHE_COORDINATOR_URL": self.url("coordinator"),
             "TURN_LMCACHE_MODEL": self.model,
             "TURN_LMCACHE_LISTEN": f"{HOST}:{self.ports['sidecar']}",
-            "TURN_LMCACHE_DEADLINE_MS": "10000",
         }
         return (python, "-m", "vllm.entrypoints.openai.api_server", *_words(options), *flags), env
 

@@ -12,8 +12,6 @@ CONNECTOR = {
 """For `kv_connector_extra_config`."""
 PARTS = {
     "MANAGER_REDIS_TIMEOUT_S": "15",
-    "TURN_SEAL_DEADLINE_MS": "10000",
-    "TURN_REPORT_DEADLINE_MS": "1000",
     "TURN_RPC_DEADLINE_MS": "20000",
     "GATEWAY_MANAGER_TIMEOUT_S": "20",
     "GATEWAY_PULL_TIMEOUT_S": "20",

@@ -151,7 +151,7 @@ async def running_tenants(
                 engine=engine,
                 sidecar=reports,
                 quotas=reports,
-                quota_deadline_ms=15_000,
+                rpc_deadline_ms=150_000,
             )
         )
         decoy = StubEngine()

@@ -137,7 +137,7 @@ class Pod:
         """From its so many-th message on, an answer is not read."""
         self.on_end: Callable[[], None] = lambda: None
         """Called with the last byte of every answer."""
-        kept = KeptRequests(self.settings, SECRET, self.kv, self.clock, metrics)
+        kept = KeptRequests(SECRET, self.kv, self.clock, metrics)
         self.app = TurnMiddleware(engine, settings=self.settings, story=self.story, kept=kept, clock=self.clock)
 
     def identity(self, session_id: str | None = None, tenant: str = "demo", *, kept: str = "") -> str:

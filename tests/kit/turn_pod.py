@@ -24,7 +24,6 @@ from tests.kit.turn_bench import SidecarInProcess
 from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.middleware import TurnMiddleware
-from vllm_plugin.turn.ports import TenantQuotas
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.sidecar_kv import SidecarKV
 from vllm_plugin.turn.story import TurnStory
@@ -49,7 +48,7 @@ async def running_turn_pod(
     name: str = "pod-a",
     engine: FakeVllm | None = None,
     sidecar: KVSidecarClient | None = None,
-    quotas: TenantQuotas | None = None,
+    quotas: KVSidecarClient | None = None,
     tracer: Tracer = NO_TRACER,
     manager_timeout_s: float = 20,
     **settings_: Any,

@@ -1,25 +1,32 @@
 """Admission of requests to a pod: refuse a tenant above its limit in flight, and creates above its KV quota.
 
 A sidecar that is silent, or has no quotas, refuses no request: a client never pays for a fault of the cache.
+
+Large bodies reach the engine one at a time, a tenant's never before another tenant's that waits. vLLM reads and checks
+a body in one step of the event loop: for as long as that takes, every other request of the pod waits, and the probe
+too. Rules: the next large body is handed over when the last one has been read and the loop had as long for others. Of
+each tenant one body waits in that queue. A body that is read within REST_FROM_S costs no rest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, ContextQuotaExceeded
 from contextcache.model import TenantId
 from contextcache.requests import TakeBytes, TenantsInHand
+from vllm_plugin.turn.engine import Message, Receive
+from vllm_plugin.turn.metrics import TurnMetrics
+from vllm_plugin.turn.settings import TurnSettings
 
 if TYPE_CHECKING:
-    from vllm_plugin.turn.metrics import TurnMetrics
-    from vllm_plugin.turn.ports import TenantQuotas
-    from vllm_plugin.turn.settings import TurnSettings
+    from kv_sidecar.client import KVSidecarClient
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +39,21 @@ _UNASKED_MS = 10_000
 """How long a sidecar is left alone that was silent or has no quotas: creates cost nothing then."""
 
 
+LARGE_BYTES = 64 << 10
+"""Bodies from which on the engine may need more than some milliseconds."""
+REST_FROM_S = 0.02
+
+
 class TurnAdmission:
     """Counts requests and bodies by tenant, and asks the sidecar before a create. One per API server process."""
 
     def __init__(
-        self, settings: TurnSettings, *, quotas: TenantQuotas | None, clock: Clock, metrics: TurnMetrics | None = None
+        self,
+        settings: TurnSettings,
+        *,
+        quotas: KVSidecarClient | None,
+        clock: Clock,
+        metrics: TurnMetrics | None = None,
     ) -> None:
         """`quotas`: who knows how much KV a tenant has; None: nobody."""
         self._metrics = metrics
@@ -44,7 +61,7 @@ class TurnAdmission:
             requests_max=settings.tenant_turns_max, bytes_max=settings.tenant_bytes_max, on_refused=self._count
         )
         self._quotas = quotas
-        self._deadline_s = settings.quota_deadline_ms / 1000
+        self._deadline_s = settings.rpc_deadline_ms / 10_000
         self._clock = clock
         self._unasked_until_ms = 0
 
@@ -90,3 +107,70 @@ class TurnAdmission:
     def _count(self, limit: str) -> None:
         if self._metrics is not None:
             self._metrics.refusals.labels(limit=limit).inc()
+
+
+class BodyQueue:
+    """Hands over the large bodies of one API server process."""
+
+    def __init__(
+        self,
+        *,
+        clock_s: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`clock_s`, `sleep`: tests give their own."""
+        self._clock_s = clock_s
+        self._sleep = sleep
+        self._engine = asyncio.Lock()
+        self._of_tenant: dict[str, _Turnstile] = {}
+        self._free_at_s = 0.0
+
+    def receive(self, tenant: str, receive: Receive) -> Receive:
+        """Return a `receive` that holds the last piece of a large body until its turn."""
+        size_bytes = 0
+
+        async def handed() -> Message:
+            nonlocal size_bytes
+            message = await receive()
+            size_bytes += len(message.get("body", b""))
+            if size_bytes >= LARGE_BYTES and message["type"] == "http.request" and not message.get("more_body", False):
+                async with self._tenants_turn(tenant):
+                    await self._engine.acquire()
+                    try:
+                        await self._rest()
+                    except BaseException:
+                        self._engine.release()
+                        raise
+                    # The engine parses the body before the loop runs this callback.
+                    asyncio.get_running_loop().call_soon(self._was_read, self._clock_s())
+            return message
+
+        return handed
+
+    async def _rest(self) -> None:
+        if (rest_s := self._free_at_s - self._clock_s()) > 0:
+            await self._sleep(rest_s)
+
+    def _was_read(self, begun_s: float) -> None:
+        ended_s = self._clock_s()
+        took_s = ended_s - begun_s
+        self._free_at_s = ended_s + took_s if took_s >= REST_FROM_S else 0.0
+        self._engine.release()
+
+    @asynccontextmanager
+    async def _tenants_turn(self, tenant: str) -> AsyncIterator[None]:
+        turnstile = self._of_tenant.setdefault(tenant, _Turnstile())
+        turnstile.users += 1
+        try:
+            async with turnstile.lock:
+                yield
+        finally:
+            turnstile.users -= 1
+            if not turnstile.users:
+                del self._of_tenant[tenant]
+
+
+class _Turnstile:
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.users = 0

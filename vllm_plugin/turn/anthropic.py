@@ -24,7 +24,7 @@ from contextcache.model import UsageFormat
 from vllm_plugin.turn.answer import JsonAnswer, SseAnswer
 from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.event_stream import Event, EventSplitter
-from vllm_plugin.turn.refusals import client_errors, engine_error, refused
+from vllm_plugin.turn.refusals import by_vllm, engine_error
 from vllm_plugin.turn.request import CHAT_PATH, TurnRequest, read_turn
 from vllm_plugin.turn.turn import Turn
 
@@ -66,14 +66,10 @@ class Anthropic:
     def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
         if sum(_num_parts(body.get(name)) for name in ("messages", "system", "tools")) > _PARTS_MAX:
             raise InvalidRequest(f"messages and tools may have at most {_PARTS_MAX} parts in total", param="messages")
-        try:
+        # A tool's result has no type of vLLM's own: its converter guesses.
+        with by_vllm("a message", "messages"):
             asked = _types(self.serving).AnthropicMessagesRequest.model_validate(body)
             chat = self.serving.to_chat_completion_request(asked, **self.told)
-        except client_errors() as exc:
-            raise refused(exc) from exc
-        except (AttributeError, LookupError, TypeError) as exc:
-            # What a tool's result holds has no type of vLLM's own: its converter takes it for what it looks like.
-            raise InvalidRequest("a part of a message does not match its type", param="messages") from exc
         said: dict[str, Any] = chat.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return said | {key: body[key] for key in OUR_FIELDS if key in body}
 

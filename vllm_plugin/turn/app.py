@@ -41,17 +41,17 @@ def compose_turns(settings: TurnSettings, secret: bytes) -> tuple[TurnStory, Tur
     metrics.transcript_memory.set_function(lambda: manager.transcript_bytes)
     tracer = tracer_of(settings, part="turn", on_lost=metrics.lost_spans.inc)
     if settings.lmcache_url:
-        lmcache = _lmcache(settings, secret, clock, tls)
+        lmcache = _lmcache(settings, secret, clock, tls, timeout_s)
         story = TurnStory(settings, manager, lmcache, clock, metrics, tracer)
         return story, TurnAdmission(settings, quotas=None, clock=clock, metrics=metrics), None
     client = KVSidecarClient(settings.sidecar, timeout_s=timeout_s, tls=tls)
     sidecar = SidecarKV(client, secret=secret, report_deadline_ms=settings.report_deadline_ms)
     story = TurnStory(settings, manager, sidecar, clock, metrics, tracer)
     admission = TurnAdmission(settings, quotas=client, clock=clock, metrics=metrics)
-    return story, admission, KeptRequests(settings, secret, sidecar, clock, metrics)
+    return story, admission, KeptRequests(secret, sidecar, clock, metrics)
 
 
-def _lmcache(settings: TurnSettings, secret: bytes, clock: Clock, tls: WatchedTls | None) -> KVStore:
+def _lmcache(settings: TurnSettings, secret: bytes, clock: Clock, tls: WatchedTls | None, timeout_s: float) -> KVStore:
     # Its modules need httpx and gRPC's health service, which a pod with a sidecar may lack.
     from integrations.lmcache.api import LMCacheApi
     from integrations.lmcache.door import LMCacheDoor
@@ -61,6 +61,6 @@ def _lmcache(settings: TurnSettings, secret: bytes, clock: Clock, tls: WatchedTl
         coordinator_url=settings.lmcache_coordinator_url,
         model_name=settings.lmcache_model,
         world_size=settings.lmcache_world_size,
-        timeout_s=settings.lmcache_deadline_ms / 1000,
+        timeout_s=timeout_s,
     )
     return LMCacheDoor(api, secret=secret, clock=clock, address=settings.lmcache_listen, tls=tls)

@@ -7,7 +7,7 @@ error: `check_complete` raises it, with its words.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from contextcache.errors import ContextCacheError, EngineFailed
@@ -15,9 +15,9 @@ from contextcache.process.crash_points import crash_point
 from vllm_plugin.turn.answer import AnswerResult, JsonAnswer, SseAnswer
 from vllm_plugin.turn.crash_points import COMMITTED, MID_STREAM
 from vllm_plugin.turn.engine import Message, Send
-from vllm_plugin.turn.patience import Patience
 from vllm_plugin.turn.refusals import engine_error
 from vllm_plugin.turn.repeats import Recording
+from vllm_plugin.turn.waiting import Patience
 
 _REFUSAL_BYTES_MAX = 1 << 20
 """Of an error's body; what is longer holds no message."""
@@ -38,40 +38,28 @@ class Closing:
     headers: list[tuple[str, str]]
 
 
+@dataclass
 class Delivery:
     """Delivers one answer. `settle` commits the turn; it is awaited once, after the engine's last token."""
 
-    def __init__(
-        self,
-        answer: JsonAnswer | SseAnswer,
-        *,
-        send: Send,
-        patience: Patience,
-        receipt: Callable[[], Awaitable[list[tuple[str, str]]]],
-        settle: Callable[[AnswerResult, Render], Awaitable[Closing]],
-        abort: Callable[[], Awaitable[None]],
-        recording: Recording | None = None,
-    ) -> None:
-        """`answer` reads what the engine says and makes what the client is told.
-
-        `receipt` gives a stream's headers at its first token; `abort` ends a turn whose stream says it failed.
-
-        `recording` is told what the client is sent, but for the end, which `settle` renders itself.
-        """
-        self._recording = recording
-        self._send = send
-        self._patience = patience
-        self._receipt = receipt
-        self._settle = settle
-        self._abort = abort
-        self._start: Message = {}
-        self._refused = bytearray()
-        self._failure: ContextCacheError | None = None
-        self._answer = answer
-        self.complete = False
-        """The client has been sent everything."""
-        self.started = False
-        """The client has been sent something: an error can no longer be told by status."""
+    answer: JsonAnswer | SseAnswer
+    """Reads the engine's answer and makes the client's."""
+    send: Send
+    patience: Patience
+    receipt: Callable[[], Awaitable[list[tuple[str, str]]]]
+    """Returns a stream's headers, at its first token."""
+    settle: Callable[[AnswerResult, Render], Awaitable[Closing]]
+    abort: Callable[[], Awaitable[None]]
+    """Ends a turn whose stream has an error event."""
+    recording: Recording | None
+    """Records the answer, but for the end, which `settle` renders itself."""
+    complete: bool = False
+    """The client has been sent everything."""
+    started: bool = False
+    """The client has been sent a part: an error can no longer be told by status."""
+    _start: Message = field(default_factory=dict)
+    _refused: bytearray = field(default_factory=bytearray)
+    _failure: ContextCacheError | None = None
 
     async def take(self, message: Message) -> None:
         """Take one ASGI message of the engine's.
@@ -87,26 +75,26 @@ class Delivery:
             self._failure = exc
             if message.get("more_body"):
                 # Nobody reads what follows: the engine need not compute it, nor the client and the session wait for it.
-                self._patience.lose("engine")
+                self.patience.lose("engine")
 
     async def _take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._start = message
-            if self._recording is not None:
-                self._recording.content_type = _content_type(message)
+            if self.recording is not None:
+                self.recording.content_type = _content_type(message)
             return
         if message["type"] != "http.response.body":
-            with self._patience.with_client():
-                await self._send(message)
+            with self.patience.with_client():
+                await self.send(message)
             return
-        self._patience.heard_engine()
+        self.patience.heard_engine()
         body, more = message.get("body", b""), message.get("more_body", False)
         if self._start["status"] != 200:
             self._take_refusal(body, more=more)
-        elif isinstance(self._answer, SseAnswer):
-            await self._take_stream(self._answer, body, more=more)
+        elif isinstance(self.answer, SseAnswer):
+            await self._take_stream(self.answer, body, more=more)
         else:
-            await self._take_whole(self._answer, body, more=more)
+            await self._take_whole(self.answer, body, more=more)
 
     def _take_refusal(self, body: bytes, *, more: bool) -> None:
         self._refused += body[: _REFUSAL_BYTES_MAX - len(self._refused)]
@@ -128,8 +116,8 @@ class Delivery:
         passing = answer.feed(body)
         if passing:
             await self._begin_stream()
-            if self._recording is not None:
-                self._recording.add(passing)
+            if self.recording is not None:
+                self.recording.add(passing)
             await self._send_body(passing, more=True)
             crash_point(MID_STREAM)
         if more:
@@ -137,24 +125,24 @@ class Delivery:
         answer.complete()
         await self._begin_stream()
         if answer.result.error:
-            with self._patience.with_ourselves():
-                await self._abort()
+            with self.patience.with_ourselves():
+                await self.abort()
             await self._send_body(b"", more=False)
             return
         closing = await self._settled(answer)
         await self._send_body(answer.closing(closing.usage, closing.session), more=False)
 
     async def _settled(self, answer: JsonAnswer | SseAnswer) -> Closing:
-        with self._patience.with_ourselves():
-            closing = await self._settle(answer.result, answer.closing)
+        with self.patience.with_ourselves():
+            closing = await self.settle(answer.result, answer.closing)
         crash_point(COMMITTED)
         return closing
 
     async def _begin_stream(self) -> None:
         if not self.started:
-            headers = await self._receipt()
-            if self._recording is not None:
-                self._recording.begin(headers)
+            headers = await self.receipt()
+            if self.recording is not None:
+                self.recording.begin(headers)
             await self._send_start(200, headers)
 
     async def _send_start(self, status: int, headers: list[tuple[str, str]]) -> None:
@@ -162,17 +150,17 @@ class Delivery:
         replaced = _REPLACED_HEADERS | {name for name, _ in ours}
         kept = [(name, value) for name, value in self._start.get("headers", []) if name.lower() not in replaced]
         self.started = True
-        with self._patience.with_client():
-            await self._send({**self._start, "status": status, "headers": kept + ours})
+        with self.patience.with_client():
+            await self.send({**self._start, "status": status, "headers": kept + ours})
 
     async def _send_body(self, body: bytes, *, more: bool) -> None:
-        with self._patience.with_client():
-            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        with self.patience.with_client():
+            await self.send({"type": "http.response.body", "body": body, "more_body": more})
         self.complete = self.complete or not more
 
     def close(self) -> None:
         """Read no more."""
-        self._answer.close()
+        self.answer.close()
 
     def check_complete(self, *, lost_with: str) -> None:
         """Raise what went wrong, or EngineFailed when the engine ended without having answered to the end.

@@ -12,7 +12,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
-from contextcache.errors import EngineFailed
+from contextcache.errors import ContextCacheError, EngineFailed, error_body, error_headers
 from contextcache.wire.tracing import TRACEPARENT, trace_headers
 from vllm_plugin.turn.refusals import engine_error
 
@@ -133,6 +133,15 @@ class Engine:
             "query_string": b"",
             "headers": headers,
         }
+
+
+async def send_error(send: Send, error: ContextCacheError) -> None:
+    """Send an error as a whole answer."""
+    body = error_body(error)
+    headers = [(name.encode(), value.encode()) for name, value in error_headers(error)]
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _encode(body: dict[str, Any]) -> bytes:

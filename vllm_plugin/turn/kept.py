@@ -19,9 +19,10 @@ from vllm_plugin.turn.engine import Message, Send
 from vllm_plugin.turn.event_stream import begins_stream
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
-from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.usage import TIER_SOURCES
 
+_TTL_S = 3600
+"""Seconds for which the KV of a request without a context is kept after its last use: an agent's pause."""
 _REQUEST_ID_CHARS = 64
 _RESPONSES = "/v1/responses"
 """vLLM 0.32 tells of a response before it asks the engine for it."""
@@ -31,7 +32,6 @@ _RESPONSES = "/v1/responses"
 class KeptRequests:
     """Gives the engine its orders, and the client its receipt. One per API server process."""
 
-    settings: TurnSettings
     secret: bytes
     kv: KVStore
     clock: Clock
@@ -47,7 +47,7 @@ class KeptRequests:
             request_id=request_id,
             load=(),
             save=new_cache_ref(),
-            expires_at_ms=self.clock.now_ms() + self.settings.kept_ttl_s * 1000,
+            expires_at_ms=self.clock.now_ms() + _TTL_S * 1000,
             beginning=identity.beginning,
             prefix_at=identity.prefix_at,
         )

@@ -2,7 +2,7 @@
 
 T is the transcript, X the request's prompt (design section 4, seed 000). Messages are read by their signs of history
 (`history.py`). Text and token ids are a resend when they start with T or with T's first prompt, when they share at
-least `threshold` of T from its start, or when they begin with a long end of T (a window). Only what stays of T is told
+least four fifths of T from its start, or when they begin with a long end of T (a window). Only what stays of T is told
 here; what the engine gets is composition's.
 """
 
@@ -20,6 +20,8 @@ from vllm_plugin.turn.meaning import meanings, rendering
 from vllm_plugin.turn.request import Prompt
 from vllm_plugin.turn.transcript import Transcript, common_prefix, whole_segments
 
+_REPLAY_SHARE = 0.8
+"""Share of the transcript that a prompt must repeat from its start to count as a replay."""
 _WINDOW_CHARACTERS_MIN = 64
 _WINDOW_TOKENS_MIN = 16
 """An end of T that is shorter, or shorter than its last answer, may be a quote."""
@@ -54,9 +56,7 @@ class Match:
     """Positions of the messages of X that an append adds; None: all of X."""
 
 
-def match(
-    transcript: Transcript, prompt: Prompt, *, mode: ContextMode, threshold: float, has_stored_ids: bool = False
-) -> Match:
+def match(transcript: Transcript, prompt: Prompt, *, mode: ContextMode, has_stored_ids: bool = False) -> Match:
     """Compare a prompt with a transcript of at least one segment.
 
     `has_stored_ids`: at least one message of X has the id of an item that T delivered.
@@ -70,12 +70,12 @@ def match(
         found = None
     elif prompt.token_ids is not None:
         lengths = [len(segment.token_ids) for segment in transcript.segments]
-        found = _match_plain(_Plain(prompt.token_ids, transcript.token_ids, lengths), transcript, mode, threshold)
+        found = _match_plain(_Plain(prompt.token_ids, transcript.token_ids, lengths), transcript, mode)
     elif transcript.has_chat:
         found = Match(Outcome.DIVERGE, 0, Divergence(None, Why.OTHER)) if mode is ContextMode.REPLAY else None
     else:
         lengths = [len(segment.text) for segment in transcript.segments]
-        found = _match_plain(_Plain(prompt.text or "", transcript.text, lengths), transcript, mode, threshold)
+        found = _match_plain(_Plain(prompt.text or "", transcript.text, lengths), transcript, mode)
     return found or Match(Outcome.APPEND, len(transcript.segments))
 
 
@@ -125,10 +125,10 @@ class _Plain:
     """Of T's segments."""
 
 
-def _match_plain(plain: _Plain, transcript: Transcript, mode: ContextMode, threshold: float) -> Match | None:
+def _match_plain(plain: _Plain, transcript: Transcript, mode: ContextMode) -> Match | None:
     given, stored, lengths = plain.given, plain.stored, plain.lengths
     shared = common_prefix(given, stored)
-    shows_beginning = 0 < lengths[0] <= shared or 0 < threshold * len(stored) <= shared
+    shows_beginning = 0 < lengths[0] <= shared or 0 < _REPLAY_SHARE * len(stored) <= shared
     is_window = not shows_beginning and _is_window(plain, transcript)
     if mode is ContextMode.AUTO and not (shows_beginning or is_window):
         return None

@@ -37,8 +37,6 @@ from contextcache.errors import (
     InvalidRequest,
     NoReadyEndpoint,
     TooManyInFlight,
-    error_body,
-    error_headers,
 )
 from contextcache.fields import OUR_FIELDS, refuse_misspelt
 from contextcache.identity import (
@@ -61,14 +59,11 @@ from contextcache.responses import RESPONSE_FIELDS, telling_what_is_missing
 from contextcache.terms import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.wire.rpc import cause_of
 from contextcache.wire.tracing import TRACEPARENT
-from vllm_plugin.turn.admission import TurnAdmission
+from vllm_plugin.turn.admission import BodyQueue, TurnAdmission
 from vllm_plugin.turn.anthropic import Anthropic
 from vllm_plugin.turn.app import compose_turns
-from vllm_plugin.turn.draining import Draining
-from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send
+from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send, send_error
 from vllm_plugin.turn.event_stream import begins_stream
-from vllm_plugin.turn.handover import Handover
-from vllm_plugin.turn.if_missing import continue_or_create
 from vllm_plugin.turn.keep_alive import KeepAlive, read_keep_alive
 from vllm_plugin.turn.kept import KeptRequests
 from vllm_plugin.turn.request import (
@@ -82,6 +77,7 @@ from vllm_plugin.turn.responses import Responses
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.story import Client, TurnStory, Words
 from vllm_plugin.turn.unrouted import stateless_body, without_strangers
+from vllm_plugin.turn.waiting import Draining
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +118,7 @@ class TurnMiddleware:
         self._story = story
         self._kept = kept
         self._large_bodies = LargeBodies()
-        self._handover = Handover()
+        self._body_queue = BodyQueue()
         self._draining = Draining(timeout_s=self._settings.drain_timeout_s, give_up=story.give_up)
         self._admission = admission or TurnAdmission(self._settings, quotas=None, clock=self._clock)
 
@@ -324,7 +320,7 @@ class TurnMiddleware:
         elif new is None:
             await self._story.continue_turn(engine, request, named, identity, client)
         else:
-            await continue_or_create(self._story, self._admission, engine, request, new, identity, client)
+            await self._story.continue_or_create(engine, request, new, identity, client, self._admission.check_quota)
 
     def _name_of_repeated(self, tenant: TenantId, body: dict[str, Any], request: TurnRequest) -> SessionId | None:
         """Return the id of what a create makes that names nothing and may come again; None: any."""
@@ -387,7 +383,7 @@ class TurnMiddleware:
             await self._app(scope, self._in_turn(scope, receive), client.send)
 
     def _in_turn(self, scope: Scope, receive: Receive) -> Receive:
-        return self._handover.receive(self._tag_of(scope), receive)
+        return self._body_queue.receive(self._tag_of(scope), receive)
 
     async def _refuse(self, error: ContextCacheError, started: _Started) -> None:
         self._story.metrics.refused_requests.labels(code=error.code).inc()
@@ -397,11 +393,7 @@ class TurnMiddleware:
             log.warning("turn refused", extra={"code": error.code, "error": told, "cause": cause_of(error)})
         if started.value:
             return  # the answer has begun; it ends without its end
-        headers = [(name.encode(), value.encode()) for name, value in error_headers(error)]
-        body = error_body(error)
-        headers.append((b"content-length", str(len(body)).encode()))
-        await started({"type": "http.response.start", "status": error.http_status, "headers": headers})
-        await started({"type": "http.response.body", "body": body, "more_body": False})
+        await send_error(started, error)
 
 
 def _unbuffered(send: Send) -> Send:

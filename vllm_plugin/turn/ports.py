@@ -1,4 +1,4 @@
-"""Interfaces of the turn story to the context manager and to the store of KV. Their clients satisfy these shapes."""
+"""Interface of turns to the store of this pod's KV."""
 
 from __future__ import annotations
 
@@ -6,98 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from contextcache.identity import KVTransfer
-from contextcache.model import (
-    CacheRef,
-    CacheSessionMetadata,
-    KeptAnswer,
-    LoadedKV,
-    NewSession,
-    Repeatable,
-    SaveOutcome,
-    Segment,
-    SessionId,
-    TenantId,
-    TurnCommit,
-    Usage,
-)
-
-
-class SessionDirectory(Protocol):
-    """The context manager. Every failure is a ContextCacheError; every call has a deadline."""
-
-    async def locate(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
-        """Return the row in one round trip. Raises ContextNotFound, ContextExpired."""
-        ...
-
-    async def reserve(
-        self, new: NewSession, *, lease_id: str, lease_ttl_ms: int, repeatable: Repeatable | None = None
-    ) -> CacheSessionMetadata:
-        """Create a session in state CREATING under a lease. Raises AlreadyAnswered for a repeated request."""
-        ...
-
-    async def register_session_cache(self, commit: TurnCommit) -> CacheSessionMetadata:
-        """Commit the create. Idempotent for the same lease_id."""
-        ...
-
-    async def begin_turn(
-        self,
-        tenant: TenantId,
-        session_id: SessionId,
-        *,
-        lease_id: str,
-        lease_ttl_ms: int,
-        read_only: bool = False,
-        expected_generation: int | None = None,
-        repeatable: Repeatable | None = None,
-    ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
-        """Take the lease and return the session and its transcript. Raises AlreadyAnswered for a repeated request."""
-        ...
-
-    async def find_answer(self, tenant: TenantId, session_id: SessionId, *, repeat_key: str) -> KeptAnswer | None:
-        """Return what is kept of a request that was committed."""
-        ...
-
-    async def renew_lease(self, tenant: TenantId, session_id: SessionId, *, lease_id: str, lease_ttl_ms: int) -> None:
-        """Extend a held lease."""
-        ...
-
-    async def commit_turn(self, commit: TurnCommit) -> CacheSessionMetadata:
-        """Commit a turn. Idempotent for the same lease_id."""
-        ...
-
-    async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:
-        """Release the lease; idempotent."""
-        ...
-
-    async def add_usage(self, tenant: TenantId, batch_id: str, usage: Sequence[Usage]) -> None:
-        """Count what no commit counts; once for a batch_id."""
-        ...
-
-    async def close(self) -> None:
-        """End the connection."""
-        ...
-
-
-class HeldBytes(Protocol):
-    """KV of a tenant on this pod's disk."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes in use."""
-        ...
-
-    @property
-    def limit_bytes(self) -> int:
-        """Maximum; 0: no limit."""
-        ...
-
-
-class TenantQuotas(Protocol):
-    """Quotas of KV. Every failure is a ContextCacheError; every call has a deadline."""
-
-    async def tenant_usage(self, tenant: TenantId) -> HeldBytes:
-        """Return the bytes and the limit of a tenant."""
-        ...
+from contextcache.model import CacheRef, CacheSessionMetadata, LoadedKV, SaveOutcome, TenantId
 
 
 class KVStore(Protocol):

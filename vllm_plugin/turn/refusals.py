@@ -10,6 +10,8 @@ import ast
 import json
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from contextcache.errors import (
@@ -36,14 +38,24 @@ _BRANCH = re.compile(r"[\[\](){}]|^(?:str|int|float|bool|list|dict|none|function
 """Parts of pydantic's location that name a type, not a field."""
 
 
-def client_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions by which vLLM says that a request is wrong."""
-    told = getattr(sys.modules.get("vllm.exceptions"), "VLLMClientError", None)
-    return (ValueError,) if told is None else (ValueError, told)
+@contextmanager
+def by_vllm(part: str, param: str, *, item: tuple[str, int] | None = None) -> Iterator[None]:
+    """Run vLLM's types and converters on a request, and raise InvalidRequest for what they refuse.
+
+    `part`: name of the part that does not match its type, where vLLM's own code does not look. `param`: its field.
+    `item`: see `refused`.
+    """
+    told = getattr(sys.modules.get("vllm.exceptions"), "VLLMClientError", ValueError)
+    try:
+        yield
+    except (ValueError, told) as exc:
+        raise refused(exc, item=item) from exc
+    except (AttributeError, LookupError, TypeError) as exc:
+        raise InvalidRequest(f"a part of {part} does not match its type", param=param) from exc
 
 
 def refused(error: Any, *, item: tuple[str, int] | None = None) -> ContextCacheError:
-    """Return one of `client_errors()` as ours, without the request's own words.
+    """Return an exception of vLLM's as ours, without the request's own words.
 
     `item`: list and position of the item that was read alone, as the first one of its list.
     """

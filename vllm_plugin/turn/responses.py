@@ -30,7 +30,7 @@ from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.event_stream import Event
 from vllm_plugin.turn.history import Sent, find_new
 from vllm_plugin.turn.meaning import meanings
-from vllm_plugin.turn.refusals import client_errors, refused
+from vllm_plugin.turn.refusals import by_vllm
 from vllm_plugin.turn.request import (
     CHAT_PATH,
     NEVER_FROM_CLIENTS,
@@ -177,28 +177,20 @@ class Responses:
         return self._validated({**given, "input": ""}), parsed
 
     def _validated(self, body: dict[str, Any], *, item: tuple[str, int] | None = None) -> Any:
-        try:
+        with by_vllm("the request", "input", item=item):
             return sys.modules[type(self.serving).__module__].ResponsesRequest.model_validate(dict(body))
-        except client_errors() as exc:
-            raise refused(exc, item=item) from exc
 
     def _messages(self, items: Any) -> list[dict[str, Any]]:
-        try:
+        with by_vllm("an item", "input"):
             made = self.rendering.construct_input_messages(request_instructions=None, request_input=items)
             return [_message(message) for message in made]
-        except client_errors() as exc:
-            raise refused(exc) from exc
-        except (AttributeError, LookupError, TypeError) as exc:
-            raise InvalidRequest("a part of an item does not match its type", param="input") from exc
 
     def _tools(self, parsed: Any) -> list[dict[str, Any]] | None:
         leaves_out = self.serving.online_renderer.exclude_tools_when_tool_choice_none
-        try:
+        with by_vllm("a tool", "tools"):
             tools: list[dict[str, Any]] | None = self.rendering.construct_tool_dicts(
                 parsed.tools, parsed.tool_choice, exclude_tools_when_tool_choice_none=leaves_out
             )
-        except client_errors() as exc:
-            raise refused(exc) from exc
         return tools
 
 

@@ -12,7 +12,7 @@ from contextcache.process.settings import TlsSettings, TracingSettings
 
 
 class TurnSettings(TlsSettings, TracingSettings):
-    """Everything a deployment can say to the turn middleware."""
+    """Settings of one API server process."""
 
     model_config = SettingsConfigDict(env_prefix="TURN_", frozen=True, extra="ignore")
 
@@ -39,9 +39,6 @@ class TurnSettings(TlsSettings, TracingSettings):
         description="gRPC address at which this process answers the gateway instead of the sidecar, so that a delete "
         "reaches LMCache. Required with TURN_LMCACHE_URL.",
     )
-    lmcache_deadline_ms: int = Field(
-        2_000, description="Milliseconds for one call to LMCache, retries included. A delete makes several calls.", gt=0
-    )
     secret_file: Path = Field(description="File with the deployment's signing secret, at least 32 bytes.")
     endpoint_name: str = Field(
         "engine-0", description="Name of this pod in the gateway: the holder of the KV that it saves."
@@ -64,39 +61,8 @@ class TurnSettings(TlsSettings, TracingSettings):
         "0: no limit.",
         ge=0,
     )
-    quota_deadline_ms: int = Field(
-        200,
-        description="Milliseconds that a create waits for the sidecar's figures of the tenant. After that it continues "
-        "without them.",
-        gt=0,
-    )
     lease_ttl_ms: int = Field(
         15_000, description="Milliseconds. A turn whose process died blocks its session for at most this time.", ge=1000
-    )
-    replay_threshold: float = Field(
-        0.8,
-        description="Share of the transcript's characters that a prompt must repeat to count as a replay.",
-        gt=0,
-        le=1,
-    )
-    seal_deadline_ms: int = Field(
-        2_000,
-        description="Milliseconds that a create waits for its KV to be durable. After that it answers anyway.",
-        ge=0,
-        le=30_000,
-    )
-    report_deadline_ms: int = Field(
-        50,
-        description="Milliseconds to wait for the connector's load report before the receipt leaves figures out. At "
-        "least 500 after an answer that began with cached tokens.",
-        ge=0,
-        le=1000,
-    )
-    kept_ttl_s: int = Field(
-        3_600,
-        ge=60,
-        description="Seconds for which the KV of a request without a context is kept after its last use, for keys "
-        "that keep KV.",
     )
     engine_timeout_s: float = Field(
         600.0,
@@ -104,31 +70,31 @@ class TurnSettings(TlsSettings, TracingSettings):
         description="Seconds without a byte from the engine before a turn fails. Must cover the queue, a long "
         "prompt, and a whole answer without a stream.",
     )
-    client_timeout_s: float = Field(
-        120.0,
-        gt=0,
-        description="Seconds for which a client may leave a part of its answer unread before its turn fails.",
-    )
     drain_timeout_s: float = Field(
         60.0,
         gt=0,
         description="Seconds after SIGTERM before running turns fail. Equal to vLLM's --shutdown-timeout, after "
         "which vLLM would leave them without an end.",
     )
-    rpc_deadline_ms: int = Field(2_000, description="Milliseconds for one call to the manager or the sidecar.", gt=0)
+    rpc_deadline_ms: int = Field(
+        2_000,
+        description="Milliseconds for one call to the manager, the sidecar or LMCache, and for a create's wait for "
+        "durable KV. A create waits a tenth of it for its tenant's quota, a stream a 40th for its load report.",
+        ge=40,
+    )
+
+    @property
+    def report_deadline_ms(self) -> int:
+        """Wait for a load report before an answer has ended: 50 ms by default."""
+        return self.rpc_deadline_ms // 40
 
     @model_validator(mode="after")
-    def _one_body_fits(self) -> Self:
+    def _parts_fit(self) -> Self:
         if 0 < self.tenant_bytes_max < self.max_body_bytes:
             # A body between the two would be asked to come again for ever.
             raise ValueError("TURN_TENANT_BYTES_MAX must be 0 or at least TURN_MAX_BODY_BYTES")
-        return self
-
-    @model_validator(mode="after")
-    def _lmcache_is_whole(self) -> Self:
-        needed = (self.lmcache_coordinator_url, self.lmcache_model, self.lmcache_listen)
-        if self.lmcache_url and not all(needed):
-            # Without them a context that is deleted would go on living in LMCache.
+        if self.lmcache_url and not (self.lmcache_coordinator_url and self.lmcache_model and self.lmcache_listen):
+            # Without them a deleted context would stay in LMCache.
             raise ValueError(
                 "TURN_LMCACHE_URL needs TURN_LMCACHE_COORDINATOR_URL, TURN_LMCACHE_MODEL and TURN_LMCACHE_LISTEN"
             )

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import Span, get_current_span
 
@@ -38,16 +38,19 @@ from contextcache.model import (
 from contextcache.process.crash_points import crash_point
 from contextcache.wire.tracing import child_span, within
 from vllm_plugin.turn.answer import AnswerResult
-from vllm_plugin.turn.background import Background
 from vllm_plugin.turn.composition import answer_segment
 from vllm_plugin.turn.crash_points import BEFORE_ABORT, BEFORE_COMMIT
 from vllm_plugin.turn.delivery import Closing, Render
 from vllm_plugin.turn.engine import Engine
 from vllm_plugin.turn.metrics import TurnMetrics
-from vllm_plugin.turn.ports import KVStore, SessionDirectory
+from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.turn import Phase, Turn
 from vllm_plugin.turn.usage import CommitOutcome, TurnUsage, receipt_headers, usage_object
+from vllm_plugin.turn.waiting import Background
+
+if TYPE_CHECKING:
+    from context_manager.client import ContextManagerClient
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +67,7 @@ class Settlement:
     """Ends turns. One per API server process."""
 
     settings: TurnSettings
-    manager: SessionDirectory
+    manager: ContextManagerClient
     kv: KVStore
     clock: Clock
     metrics: TurnMetrics

@@ -15,17 +15,21 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from opentelemetry.trace import get_current_span
 
 from contextcache.clock import Clock
 from contextcache.errors import (
     ContextCacheError,
+    ContextExists,
+    ContextExpired,
     ContextLengthExceeded,
+    ContextNotFound,
     EngineFailed,
     InvalidRequest,
     ModelMismatch,
@@ -49,7 +53,6 @@ from contextcache.responses import Labels
 from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
 from vllm_plugin.turn.answer import JsonAnswer, SseAnswer
 from vllm_plugin.turn.anthropic import Anthropic
-from vllm_plugin.turn.background import Background
 from vllm_plugin.turn.composition import compose_first, compose_turn
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
 from vllm_plugin.turn.delivery import Delivery
@@ -57,8 +60,7 @@ from vllm_plugin.turn.engine import Engine, Receive, Send
 from vllm_plugin.turn.keep_alive import KeepAlive
 from vllm_plugin.turn.matching import match
 from vllm_plugin.turn.metrics import TurnMetrics
-from vllm_plugin.turn.patience import Patience
-from vllm_plugin.turn.ports import KVStore, SessionDirectory
+from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.repeats import Recording, give_again
 from vllm_plugin.turn.request import CHAT_PATH, TurnRequest, with_new_messages
 from vllm_plugin.turn.responses import Responses, under_instructions
@@ -67,6 +69,10 @@ from vllm_plugin.turn.settlement import Settlement
 from vllm_plugin.turn.transcript import Transcript
 from vllm_plugin.turn.truncation import cut_to_fit
 from vllm_plugin.turn.turn import Turn
+from vllm_plugin.turn.waiting import Background, Patience
+
+if TYPE_CHECKING:
+    from context_manager.client import ContextManagerClient
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +119,7 @@ class TurnStory:
     """Runs turns. One per API server process."""
 
     settings: TurnSettings
-    manager: SessionDirectory
+    manager: ContextManagerClient
     kv: KVStore
     clock: Clock
     metrics: TurnMetrics
@@ -179,14 +185,38 @@ class TurnStory:
             if request.instructions is not None:
                 request = under_instructions(request, transcript.messages, mode, has_stored_ids=has_ids)
                 mode = request.context_mode or mode
-            threshold = self.settings.replay_threshold
-            found = match(transcript, request.prompt, mode=mode, threshold=threshold, has_stored_ids=has_ids)
+            found = match(transcript, request.prompt, mode=mode, has_stored_ids=has_ids)
             turn.request = request = with_new_messages(request, found.new)
             with child_span("turn compose"):
                 composed = await compose_turn(engine, request, transcript, found)
                 turn.prompt = await cut_to_fit(engine, request, transcript, composed)
             self.metrics.count_match(turn.prompt.outcome, turn.prompt.diverged)
             await self._run(engine, turn, client)
+
+    async def continue_or_create(
+        self,
+        engine: Engine,
+        request: TurnRequest,
+        new: NewSession,
+        identity: Identity,
+        client: Client,
+        check_quota: Callable[[TenantId], Awaitable[None]],
+    ) -> None:
+        """Continue the context of this name; create it as `new` says where there is none, or its life has ended.
+
+        The reservation decides which of several requests at once creates it. The others continue it, or hear that it is
+        busy. A turn for one generation (`If-Match`) creates nothing. Raises ContextCacheError.
+        """
+        try:
+            return await self.continue_turn(engine, request, new.session_id, identity, client)
+        except (ContextNotFound, ContextExpired):
+            if request.expected_generation is not None:
+                raise
+        await check_quota(identity.tenant)
+        try:
+            await self.create(engine, request, new, identity, client)
+        except ContextExists:
+            await self.continue_turn(engine, request, new.session_id, identity, client)
 
     async def answer_again(self, tenant: TenantId, session_id: SessionId, said: Repeatable, client: Client) -> bool:
         """Give the answer of a request that was committed before; False: nothing is kept of it, and nothing is sent.
@@ -233,17 +263,14 @@ class TurnStory:
                 "context, or set `truncation`"
             )
         turn.timings_ms["compose"] = self.clock.now_ms() - turn.started_ms
-        patience = Patience(
-            engine_s=self.settings.engine_timeout_s,
-            client_s=self.settings.client_timeout_s,
-        )
+        patience = Patience(self.settings.engine_timeout_s)
         delivery = Delivery(
             client.answer(turn),
-            send=client.send,
-            patience=patience,
-            receipt=lambda: self._settlement.stream_receipt(turn),
-            settle=lambda result, render: self._settlement.settle(engine, turn, result, render),
-            abort=lambda: self._settlement.abort(turn),
+            client.send,
+            patience,
+            receipt=partial(self._settlement.stream_receipt, turn),
+            settle=partial(self._settlement.settle, engine, turn),
+            abort=partial(self._settlement.abort, turn),
             recording=turn.recording,
         )
         if turn.session.cache_refs:

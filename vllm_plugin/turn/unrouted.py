@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from contextcache.claim import SESSION_HEADER, TURN_PATHS, is_opaque, read_claims, refuse_session
-from contextcache.errors import GatewayUnavailable, NoReadyEndpoint, error_body, error_headers
+from contextcache.errors import GatewayUnavailable, NoReadyEndpoint
 from contextcache.identity import DESTINATION_HEADER
 from contextcache.responses import continued_by
-from vllm_plugin.turn.engine import ASGIApp, Message, Receive, Scope, Send
+from vllm_plugin.turn.engine import ASGIApp, Message, Receive, Scope, Send, send_error
 from vllm_plugin.turn.request import CONTEXT_PATH
 
 _RETRY_AFTER_S = 1
@@ -56,7 +56,10 @@ def without_strangers(app: ASGIApp) -> ASGIApp:
             nonlocal is_refused
             if message["type"] == "http.response.start" and message["status"] == _NOT_FOUND:
                 is_refused = True
-                await _refuse_stranger(send)
+                unreached = NoReadyEndpoint(
+                    "the proxy has not reached the chosen pod yet", retry_after_s=_RETRY_AFTER_S
+                )
+                await send_error(send, unreached)
             elif not is_refused:
                 await send(message)
 
@@ -71,12 +74,3 @@ def _is_stranger(scope: Scope) -> bool:
         return False
     # The protocol allows for several, in the order in which they are to be tried.
     return f"{server[0]}:{server[1]}" not in [one.strip() for one in meant.split(",")]
-
-
-async def _refuse_stranger(send: Send) -> None:
-    error = NoReadyEndpoint("the proxy has not reached the chosen pod yet", retry_after_s=_RETRY_AFTER_S)
-    body = error_body(error)
-    headers = [(name.encode(), value.encode()) for name, value in error_headers(error)]
-    headers.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from contextcache.errors import ERRORS_BY_CODE
@@ -39,7 +40,7 @@ SYMPTOMS = [
 
 def said_by_the_plugin() -> Iterator[str]:
     """Yield the reasons that stand as texts in the plugin's source. It is not imported: that takes seconds."""
-    for file in PLUGIN.rglob("*.py"):
+    for file in chain(PLUGIN.rglob("*.py"), Path("integrations").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             found: list[ast.expr] = []
             if isinstance(node, ast.Call) and "connector" in file.parts:

@@ -56,7 +56,7 @@ class Middleware:
         if request.path == "/v1/context":
             prompt = await compose_first(Tokenizer(), asked)
         else:
-            found = match(before, asked.prompt, mode=asked.context_mode or ContextMode.AUTO, threshold=0.8)
+            found = match(before, asked.prompt, mode=asked.context_mode or ContextMode.AUTO)
             prompt = await compose_turn(Tokenizer(), asked, before, found)
         commits = request.path == "/v1/context" or (asked.commit and self.mode == "session")
         result = self._draw(request.max_tokens)

@@ -13,7 +13,7 @@ import pytest
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import Pod
 from tests.kit.until import until
-from vllm_plugin.turn.draining import Draining
+from vllm_plugin.turn.waiting import Draining
 
 
 @pytest.fixture

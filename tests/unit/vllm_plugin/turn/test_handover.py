@@ -7,7 +7,7 @@ import pytest
 from contextcache.identity import tenant_tag
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import SECRET, Pod
-from vllm_plugin.turn.handover import LARGE_BYTES, Handover
+from vllm_plugin.turn.admission import LARGE_BYTES, BodyQueue
 
 LARGE = b"x" * LARGE_BYTES
 
@@ -19,7 +19,7 @@ class World:
         self.now_s = 100.0
         self.cost_s = cost_s
         self.events = []
-        self.handover = Handover(clock_s=lambda: self.now_s, sleep=self.rest)
+        self.handover = BodyQueue(clock_s=lambda: self.now_s, sleep=self.rest)
 
     async def rest(self, seconds):
         await asyncio.sleep(0)
@@ -102,7 +102,7 @@ async def test_every_request_of_a_pod_is_handed_over_so(tmp_path, path, signed):
 
     asked = []
     pod = Pod(tmp_path, FakeVllm())
-    pod.app._handover = Asked()
+    pod.app._body_queue = Asked()
     tag = tenant_tag("demo", SECRET)
     body = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
     await pod.post(path, body, pod.identity() if signed else None, [(b"x-context-tenant", tag.encode())])

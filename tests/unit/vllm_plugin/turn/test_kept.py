@@ -51,12 +51,6 @@ async def test_the_engine_gets_what_the_client_sent_and_an_order_signed_for_its_
     assert order.expires_at_ms == pod.clock.now_ms() + 3_600_000
 
 
-async def test_what_is_kept_lives_as_long_as_the_deployment_says(tmp_path):
-    pod = Pod(tmp_path, FakeVllm(), kept_ttl_s=120)
-    await ask(pod, PATHS[0])
-    assert order_of(pod).expires_at_ms == pod.clock.now_ms() + 120_000
-
-
 async def test_each_request_has_a_name_of_its_own_though_the_gateway_s_is_the_same(pod):
     orders = []
     for _ in range(2):

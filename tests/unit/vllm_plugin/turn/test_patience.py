@@ -14,7 +14,7 @@ from tests.kit.turn_bench import Pod
 
 pytestmark = pytest.mark.looptime
 
-SETTINGS = {"engine_timeout_s": 100, "client_timeout_s": 20}
+SETTINGS = {"engine_timeout_s": 100}
 
 
 class Silent(FakeVllm):
@@ -141,7 +141,7 @@ async def test_a_client_that_reads_nothing_loses_its_turn_and_the_session_is_fre
     session, _ = await pod.transcript(session_id)
     assert not answer.complete
     assert session.generation == 1
-    assert 20 <= asyncio.get_running_loop().time() - begun_s < 40
+    assert 120 <= asyncio.get_running_loop().time() - begun_s < 140
     assert pod.counted("aborts", reason="client") == 1
     assert await is_free(pod, engine, session_id)
 

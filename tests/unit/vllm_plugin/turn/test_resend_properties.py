@@ -61,7 +61,7 @@ class Chat:
     def ask(self, messages: Messages, mode: str = "auto") -> Any:
         """Have a prompt composed. Raises HistoryAmbiguous."""
         request = asked(messages)
-        found = match(self.transcript, request.prompt, mode=ContextMode(mode), threshold=0.8)
+        found = match(self.transcript, request.prompt, mode=ContextMode(mode))
         return asyncio.run(compose_turn(Tokenizer(), request, self.transcript, found))
 
     def take(self, prompt: Any) -> None:

@@ -609,11 +609,11 @@ async def test_a_message_that_is_deep_in_its_tool_arguments_is_compared_as_text(
     assert seen.messages == json.loads(json.dumps(sent))
 
 
-@pytest.mark.parametrize(("threshold", "mode"), [(0.5, "replay"), (0.6, "append")])
-async def test_how_much_of_the_context_makes_a_replay_is_the_operators_to_say(tmp_path, threshold, mode):
-    pod = Pod(tmp_path, FakeVllm(answer=lambda _ids: "b" * 50), replay_threshold=threshold)
-    session_id = (await pod.create(prompt="a" * 60)).json["session_id"]
+@pytest.mark.parametrize(("num_repeated", "mode"), [(88, "replay"), (87, "append")])
+async def test_four_fifths_of_the_context_make_a_replay(tmp_path, num_repeated, mode):
+    pod = Pod(tmp_path, FakeVllm(answer=lambda _ids: "b" * 10))
+    session_id = (await pod.create(prompt="a" * 100)).json["session_id"]
 
-    answered = await pod.ask(session_id, prompt="a" * 55)
+    answered = await pod.ask(session_id, prompt="a" * num_repeated)
 
     assert answered.headers["x-context-mode"] == mode

@@ -1,0 +1,199 @@
+"""Waits of a turn: for its engine and its client, for calls beside its answer, and for the end of the process.
+
+A client or an engine may fall silent with its connection open. At its limit the engine's application hears that the
+client has left (`http.disconnect`). vLLM then ends the request in the engine. An application that does not end by that
+is cancelled.
+
+vLLM 0.32 lets running answers finish after SIGTERM (`--shutdown-timeout`). Meanwhile its port stays open, `/health`
+answers 200, and new requests fail. Answers that have not finished when it kills its engine get neither another token
+nor an end (entrypoints/launchers/launcher.py serve_http). So a router must hear of the shutdown, another pod takes new
+turns, and a turn that runs too long is given up before the process is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from types import FrameType
+from typing import Any
+
+from contextcache.errors import ContextCacheError
+from vllm_plugin.turn.engine import Message, Receive
+
+log = logging.getLogger(__name__)
+
+_CLIENT_S = 120.0
+"""Time for which a client may leave a part of its answer unread."""
+_GRACE_S = 10.0
+"""For an application that was told that its client has left."""
+
+
+class Patience:
+    """One turn's. Costs a comparison a message: the timer is moved only when it fires, or must fire earlier."""
+
+    def __init__(self, engine_s: float) -> None:
+        """`engine_s`: seconds without a message from the engine."""
+        self._engine_s = engine_s
+        self._deadline_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._out = asyncio.Event()
+        self._limit: asyncio.Timeout | None = None
+        self._awaited = ""
+        self.lost_with = ""
+        """`engine` or `client`, once it is; empty before."""
+
+    def lose(self, whom: str) -> None:
+        """Have no more patience, for whatever reason; harmless outside `watching`, and while we wait for ourselves."""
+        if self._limit is not None and self._deadline_s is not None and not self.lost_with:
+            self.lost_with = whom
+            self._out.set()
+            self._limit.reschedule(asyncio.get_running_loop().time() + _GRACE_S)
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Wait for the engine inside the block, and raise TimeoutError where that has to be cancelled."""
+        async with asyncio.timeout(None) as self._limit:
+            self._wait_for("engine", self._engine_s)
+            try:
+                yield
+            finally:
+                self._wait_for("", None)
+                if self._timer is not None:
+                    self._timer.cancel()
+
+    def receive(self, receive: Receive) -> Receive:
+        """Return the client's `receive`, which says that it has left once patience is lost."""
+
+        async def next_message() -> Message:
+            message = asyncio.ensure_future(receive())
+            out = asyncio.ensure_future(self._out.wait())
+            try:
+                await asyncio.wait((message, out), return_when=asyncio.FIRST_COMPLETED)
+                return {"type": "http.disconnect"} if self.lost_with else message.result()
+            finally:
+                message.cancel()
+                out.cancel()
+
+        return next_message
+
+    def heard_engine(self) -> None:
+        """Wait for the engine's next message anew."""
+        self._wait_for("engine", self._engine_s)
+
+    @contextmanager
+    def with_client(self) -> Iterator[None]:
+        """Wait for the client inside the block, for the engine after it."""
+        self._wait_for("client", _CLIENT_S)
+        yield
+        self._wait_for("engine", self._engine_s)
+
+    @contextmanager
+    def with_ourselves(self) -> Iterator[None]:
+        """Inside the block every wait has a deadline of its own."""
+        self._wait_for("", None)
+        yield
+        self._wait_for("engine", self._engine_s)
+
+    def _wait_for(self, whom: str, seconds: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self._awaited = whom
+        self._deadline_s = None if seconds is None else loop.time() + seconds
+        if self._deadline_s is not None and (self._timer is None or self._deadline_s < self._timer.when()):
+            self._arm(self._deadline_s)
+
+    def _arm(self, when_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(when_s, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        if self._deadline_s is None or self.lost_with:
+            return
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._deadline_s:
+            self._arm(self._deadline_s)
+            return
+        self.lose(self._awaited)
+
+
+class Background:
+    """Runs small calls that outlive whoever began them. What does not fit or fails is logged: leases and KV expire."""
+
+    def __init__(self, *, limit: int, deadline_s: float) -> None:
+        """Run at most `limit` calls at once, each for at most `deadline_s`."""
+        self._limit = limit
+        self._deadline_s = deadline_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, call: Coroutine[Any, Any, object]) -> asyncio.Task[None] | None:
+        """Run `call` and return its task, which raises nothing; None: there are too many already."""
+        if len(self._tasks) >= self._limit:
+            call.close()
+            log.warning("background call dropped")
+            return None
+        task = asyncio.create_task(self._bounded(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def finish(self, call: Coroutine[Any, Any, object], *, within_s: float | None = None) -> None:
+        """Run `call` and wait for it, for `within_s` at most; it goes on when the caller is cancelled or goes on."""
+        task = self.start(call)
+        if task is not None:
+            await asyncio.wait([task], timeout=within_s)
+
+    async def drain(self) -> None:
+        """Wait for everything that runs now."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    async def close(self) -> None:
+        """Let everything end within its deadline."""
+        await self.drain()
+
+    async def _bounded(self, call: Coroutine[Any, Any, object]) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await call
+        except (ContextCacheError, TimeoutError) as exc:
+            log.warning("background call failed", extra={"reason": type(exc).__name__})
+
+
+class Draining:
+    """Whether SIGTERM or SIGINT was heard. Whoever else listens for them hears them too."""
+
+    def __init__(self, *, timeout_s: float, give_up: Callable[[], None]) -> None:
+        """`give_up` is called in the loop, `timeout_s` after the first signal."""
+        self.value = False
+        self._timeout_s = timeout_s
+        self._give_up = give_up
+
+    def listen(self) -> None:
+        """Hear the signals from now on; to be called in the running loop, once the server's own handlers are there."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # only there can signals be heard: somebody embeds the server, and tells it to end otherwise
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._listen_for(number, asyncio.get_running_loop())
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Refuse what comes from now on. Harmless when repeated; any thread, and a signal handler, may call it."""
+        if not self.value:
+            self.value = True
+            loop.call_soon_threadsafe(loop.call_later, self._timeout_s, self._give_up)
+
+    def _listen_for(self, number: signal.Signals, loop: asyncio.AbstractEventLoop) -> None:
+        before = signal.getsignal(number)
+        if not callable(before):
+            return  # the process ends at once
+
+        def heard(number: int, frame: FrameType | None) -> None:
+            self.begin(loop)
+            before(number, frame)
+
+        signal.signal(number, heard)
+        signal.siginterrupt(number, False)
