@@ -1,14 +1,13 @@
-"""KV that no session names any more: which to ask the manager about, and when. Frees nothing itself.
+"""Orphans: sealed KV that no session names any more, as the context manager says. Frees nothing itself.
 
-A delete that did not reach this sidecar, a crash between seal and commit, a session that moved to another pod, a Redis
-that lost its data: each leaves sealed KV that nobody will ever load. The manager is asked about it in the collector's
-pass. Rules:
-1. Only the word of a manager that answers frees anything. No answer, one that cannot be, an older manager: all stays.
-2. What is asked about was sealed `after_s` ago at least. A create commits before that, or its row is gone with its
-   lease; a turn in flight names everything saved for its session, so a seal before its commit is no orphan.
-3. A turn that outlives its lease may still commit what was freed as nobody's. The session then names KV that is gone,
-   which is a miss like any other: its next turn computes it and names what it saves.
-4. A pass is bounded in time and in names, and begins with what was not asked about for longest.
+A delete that did not reach this sidecar, a crash between seal and commit, a session that moved to another pod and a
+Redis that lost its data leave such KV. Each pass of the collector asks the manager about it. Rules:
+1. Only the answer of a manager frees anything. Without an answer, or after an impossible one, all KV stays.
+2. KV is asked about `after_s` after its seal. A create commits before that, or its row is gone with its lease. A turn
+   in flight names everything saved for its session, so a seal before its commit is no orphan.
+3. A turn that outlives its lease may still commit KV that was freed as an orphan. Its next turn gets a miss, computes
+   the prompt and names the new KV.
+4. A pass is bounded in time and in names. It begins with the KV of the oldest question.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 import grpc
 
@@ -44,48 +42,83 @@ PASS_S = 10.0
 """Seconds that the questions of one pass may take together."""
 
 
-class Manager(Protocol):
-    """Whoever knows the sessions."""
+class ManagerQuestions:
+    """Calls of the context manager over one connection, made at the first call. Each has a deadline.
+
+    Every call raises StoreUnavailable without an answer, another ContextCacheError for a refusal.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = CALL_S, tls: WatchedTls | None = None) -> None:
+        """`address`: host:port or unix:///path; `timeout_s`: deadline of every call."""
+        self._connection = Connection(address, tls=tls)
+        self._timeout_s = timeout_s
 
     async def orphans(self, held: Sequence[HeldCacheRef]) -> Sequence[int]:
-        """Return the positions in `held` (at most `QUESTION_REFS`) that no session names. Ends in bounded time.
+        """Return the positions in `held` (at most `QUESTION_REFS`) that no session names."""
+        request = message_of(pb.CheckCacheRefsRequest, held=held)
+        return tuple((await self._ask(self._stub().CheckCacheRefs, request)).orphans)
 
-        Raises ContextCacheError: StoreUnavailable without an answer, any other for a question that was refused.
-        """
-        ...
+    async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str, instead_of: str = "") -> None:
+        """Record the pod that holds a session's KV."""
+        request = pb.NoteHolderRequest(tenant=tenant, session_id=session_id, holder=holder, instead_of=instead_of)
+        await self._ask(self._stub().NoteHolder, request)
+
+    async def locate(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
+        """Return a session."""
+        request = pb.LocateSessionRequest(tenant=tenant, session_id=session_id)
+        answer = await self._ask(self._stub().LocateSession, request)
+        return value_of(CacheSessionMetadata, answer.session)
+
+    async def add_usage(self, tenant: TenantId, usage: Sequence[Usage], *, sender: str, number: int) -> None:
+        """Count a batch once: its number is above that of every former batch of this sender."""
+        request = message_of(
+            pb.AddUsageRequest, tenant=tenant, batch_id=sender, usage=usage, sender=sender, number=number
+        )
+        await self._ask(self._stub().AddUsage, request)
+
+    def _stub(self) -> pb_grpc.ContextManagerServiceAsyncStub:
+        return pb_grpc.ContextManagerServiceStub(self._connection.channel())
+
+    async def _ask(self, method: Callable[..., Awaitable[Answer]], request: object) -> Answer:
+        try:
+            return await within(method(request, timeout=self._timeout_s), self._timeout_s)
+        except grpc.RpcError as exc:
+            raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
+
+    async def close(self) -> None:
+        """Close the connection; a call in flight fails."""
+        await self._connection.close()
 
 
 class Orphans:
-    """Remembers for each sealed KV when to ask about it next. Used from one event loop."""
+    """Remembers the next question's time for each sealed KV. Used from one event loop."""
 
     def __init__(
         self,
-        manager: Manager,
+        manager: ManagerQuestions,
         runtime: Runtime,
         *,
         written_at_ms: Callable[[CacheRef], int | None],
         after_s: float,
     ) -> None:
-        """`written_at_ms` tells from the file when a manifest was sealed, or touched since: it outlives a restart.
+        """`written_at_ms`: reads the time of a manifest's seal or last touch from its file, which outlives a restart.
 
         `after_s` is also the time between two questions about the same KV.
         """
         self._manager = manager
         self._written_at_ms = written_at_ms
-        self._threads = runtime.threads
-        self._clock = runtime.clock
+        self._runtime = runtime
         self._after_ms = round(after_s * 1000)
-        self._metrics = runtime.metrics
         self._due_ms: dict[CacheRef, int] = {}
         self._is_silent = False
-        """Whether the last question had no answer: an outage is logged once."""
+        """The last question had no answer: an outage is logged once."""
 
     async def find(self, records: Sequence[ManifestRecord]) -> list[ManifestRecord]:
-        """Return those of all sealed records that no session names, as far as the manager says so."""
+        """Return the sealed records that no session names, as far as the manager says so."""
         await self._learn(records)
-        now_ms = self._clock.now_ms()
-        # What was saved at the end of a context's prompt has no name of its own in a session: both are asked about
-        # together, and one name keeps both.
+        now_ms = self._runtime.clock.now_ms()
+        # KV saved at the end of a context's prompt has no name of its own in a session: one question covers both, and
+        # one name keeps both.
         refs = {record.cache_ref for record in records if self._due_ms[record.cache_ref] <= now_ms}
         refs |= {prompt_ref(ref) for ref in refs}
         due = [record for record in records if record.cache_ref in refs]
@@ -103,20 +136,20 @@ class Orphans:
         return [record for record in found if prompt_ref(record.cache_ref) in alone]
 
     async def _learn(self, records: Sequence[ManifestRecord]) -> None:
-        """Forget what is not here any more, and set when to ask first about what is new."""
+        """Forget KV that is gone, and set the time of the first question about new KV."""
         known = self._due_ms
         self._due_ms = {ref: known[ref] for ref in (record.cache_ref for record in records) if ref in known}
         new = [record.cache_ref for record in records if record.cache_ref not in known]
-        now_ms = self._clock.now_ms()
-        for ref, written_at_ms in zip(new, await self._threads.run(self._written, new), strict=True):
-            # A time that has not come yet is another clock's: then the wait begins now.
+        now_ms = self._runtime.clock.now_ms()
+        for ref, written_at_ms in zip(new, await self._runtime.threads.run(self._written, new), strict=True):
+            # A time in the future comes from another clock: then the wait begins now.
             self._due_ms[ref] = min(now_ms if written_at_ms is None else written_at_ms, now_ms) + self._after_ms
 
     def _written(self, cache_refs: Sequence[CacheRef]) -> list[int | None]:
         return [self._written_at_ms(ref) for ref in cache_refs]
 
     async def _ask(self, records: Sequence[ManifestRecord]) -> list[ManifestRecord]:
-        """Ask one question. Raises StoreUnavailable when nobody answers; a refused question is counted and left."""
+        """Ask one question. A refusal is counted and dropped. Raises StoreUnavailable without an answer."""
         held = [HeldCacheRef(record.tenant, record.session_id, record.cache_ref) for record in records]
         try:
             positions = await self._manager.orphans(held)
@@ -130,66 +163,18 @@ class Orphans:
             if not all(0 <= position < len(held) for position in positions):
                 self._refused("positions out of range")
                 positions = ()
-        now_ms = self._clock.now_ms()
+        now_ms = self._runtime.clock.now_ms()
         for record in records:
-            # Also after a refusal: the next pass begins with others.
+            # Also after a refusal: the next pass begins with other KV.
             self._due_ms[record.cache_ref] = now_ms + self._after_ms
         return [records[position] for position in sorted(set(positions))]
 
     def _refused(self, reason: str) -> None:
-        self._metrics.failed_questions.inc()
+        self._runtime.metrics.failed_questions.inc()
         log.warning("no usable answer from the manager about stored KV", extra={"reason": reason})
 
     def _note_silence(self, reason: str) -> None:
-        self._metrics.failed_questions.inc()
+        self._runtime.metrics.failed_questions.inc()
         if not self._is_silent:
             log.warning("no answer from the manager about stored KV, none is freed", extra={"reason": reason})
         self._is_silent = True
-
-
-class ManagerQuestions:
-    """Satisfies orphans.Manager, warming.Sessions, usage.UsageSink, over one connection, made at the first question."""
-
-    def __init__(self, address: str, *, timeout_s: float = CALL_S, tls: WatchedTls | None = None) -> None:
-        """`address`: host:port or unix:///path; `timeout_s`: deadline of every question."""
-        self._connection = Connection(address, tls=tls)
-        self._timeout_s = timeout_s
-
-    async def orphans(self, held: Sequence[HeldCacheRef]) -> Sequence[int]:
-        """See orphans.Manager. A manager of a release that does not know the question counts as silent."""
-        request = message_of(pb.CheckCacheRefsRequest, held=held)
-        answer = await self._ask(self._stub().CheckCacheRefs, request)
-        return tuple(answer.orphans)
-
-    async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str, instead_of: str = "") -> None:
-        """See leaving.Sessions."""
-        request = pb.NoteHolderRequest(tenant=tenant, session_id=session_id, holder=holder, instead_of=instead_of)
-        await self._ask(self._stub().NoteHolder, request)
-
-    async def locate(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
-        """See warming.Sessions."""
-        request = pb.LocateSessionRequest(tenant=tenant, session_id=session_id)
-        answer = await self._ask(self._stub().LocateSession, request)
-        return value_of(CacheSessionMetadata, answer.session)
-
-    async def add_usage(
-        self, tenant: TenantId, batch_id: str, usage: Sequence[Usage], *, sender: str, number: int
-    ) -> None:
-        """See usage.UsageSink."""
-        request = message_of(
-            pb.AddUsageRequest, tenant=tenant, batch_id=batch_id, usage=usage, sender=sender, number=number
-        )
-        await self._ask(self._stub().AddUsage, request)
-
-    def _stub(self) -> pb_grpc.ContextManagerServiceAsyncStub:
-        return pb_grpc.ContextManagerServiceStub(self._connection.channel())
-
-    async def _ask(self, method: Callable[..., Awaitable[Answer]], request: object) -> Answer:
-        try:
-            return await within(method(request, timeout=self._timeout_s), self._timeout_s)
-        except grpc.RpcError as exc:
-            raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
-
-    async def close(self) -> None:
-        """Close the connection; a question in flight fails."""
-        await self._connection.close()

@@ -16,9 +16,9 @@ from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavai
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from contextcache.names import CACHE_REF_PATTERN, prompt_ref
 from contextcache.process.reloaded import read_bounded
+from kv_sidecar.accounts import LoadReports, UsageMeter
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.client import KVSidecarClient
-from kv_sidecar.load_reports import LoadReports
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.moving.borrowing import Prefixes
 from kv_sidecar.moving.frames import STREAMS_MAX
@@ -28,7 +28,7 @@ from kv_sidecar.moving.peer import PeerSidecar, StoredPeer
 from kv_sidecar.moving.peers import EngineRanks, PeerRules
 from kv_sidecar.moving.pulling import MAX_REFS, ConnectPeer, Pulls, WaitingTurn, Wanted
 from kv_sidecar.moving.warming import GONE_AFTER, Warming
-from kv_sidecar.orphans import Manager, ManagerQuestions, Orphans
+from kv_sidecar.orphans import ManagerQuestions, Orphans
 from kv_sidecar.reclaim import Collector, Removed
 from kv_sidecar.resolve import Resolver
 from kv_sidecar.runtime import Runtime
@@ -46,7 +46,6 @@ from kv_sidecar.tiers.disk_store import DiskStore
 from kv_sidecar.tiers.memory_store import MemoryStore
 from kv_sidecar.tiers.store import BLOCK_BYTES_MAX, IoThreads
 from kv_sidecar.tiers.tiers import Tiers
-from kv_sidecar.usage import UsageMeter
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class Sidecar:
         registry: CollectorRegistry,
         directory: DataDirectory | None = None,
         connect_peer: ConnectPeer | None = None,
-        manager: Manager | None = None,
+        manager: ManagerQuestions | None = None,
     ) -> None:
         """Take what tests replace: `directory` stops the world between two steps, the other two need no wire.
 
@@ -154,7 +153,7 @@ class Sidecar:
         self._orphans = None if self._manager is None else self._orphans_of(self._manager, manifests)
         self.warming = self._warming_over(objects)
         """None: this pod takes nothing over when it starts, and leaves no list when it ends."""
-        self._meter = None if self._questions is None else UsageMeter(self._questions, clock=clock)
+        self._meter = None if self._questions is None else UsageMeter(self._questions, clock)
         self.collector = Collector(
             self.collect, self.collect_shared, interval_s=settings.collect_interval_s, metrics=self.metrics
         )
@@ -377,7 +376,7 @@ class Sidecar:
         used_bytes, limit_bytes = self.disk.tenant_bytes(tenant) if tenant else (0, 0)
         return min(room_bytes, limit_bytes // 2 - used_bytes) if limit_bytes else room_bytes
 
-    def _orphans_of(self, manager: Manager, manifests: ManifestStore) -> Orphans:
+    def _orphans_of(self, manager: ManagerQuestions, manifests: ManifestStore) -> Orphans:
         return Orphans(
             manager,
             self.runtime,

@@ -18,7 +18,7 @@ from kv_sidecar.format.block_file import BlockFile, BlockFileWriter, BlockMeta, 
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_meta, num_files
 from kv_sidecar.moving.pulling import ConnectPeer
-from kv_sidecar.orphans import Manager
+from kv_sidecar.orphans import ManagerQuestions
 from kv_sidecar.saves import NewSave
 from kv_sidecar.saving import PreparedSave
 from kv_sidecar.settings import SidecarSettings
@@ -98,7 +98,7 @@ class SidecarUnderTest:
         step: Step | None = None,
         statvfs: Callable[[Path], os.statvfs_result] = os.statvfs,
         connect_peer: ConnectPeer | None = None,
-        manager: Manager | None = None,
+        manager: ManagerQuestions | None = None,
         **settings: object,
     ) -> None:
         """`slots`: blocks come in slots of the arena, else in frames. `settings`: fields, or bounds, by name."""

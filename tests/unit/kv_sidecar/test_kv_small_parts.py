@@ -18,8 +18,8 @@ from contextcache.errors import CacheRefNotFound, FingerprintMismatch, InvalidRe
 from contextcache.process.settings import settings_help
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar import settings as sidecar_settings
+from kv_sidecar.accounts import LoadReports
 from kv_sidecar.format.ids import check_fingerprint, differences, require_fingerprint
-from kv_sidecar.load_reports import LoadReports
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.moving.frames import FrameAssembly
 from kv_sidecar.reclaim import Collector, Removed

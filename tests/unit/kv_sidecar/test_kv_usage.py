@@ -8,8 +8,8 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import InvalidRequest, StoreUnavailable
+from kv_sidecar.accounts import UsageMeter
 from kv_sidecar.quota import TenantQuota
-from kv_sidecar.usage import UsageMeter
 
 MIB = 1 << 20
 
@@ -20,7 +20,7 @@ class Sink:
     def __init__(self):
         self.last, self.sums, self.failures, self.calls = {}, Counter(), 0, 0
 
-    async def add_usage(self, tenant, batch_id, usage, *, sender, number):
+    async def add_usage(self, tenant, usage, *, sender, number):
         self.calls += 1
         if number > self.last.get((tenant, sender), 0):
             self.last[tenant, sender] = number
@@ -43,7 +43,7 @@ def sink():
 
 @pytest.fixture
 def meter(sink, clock):
-    return UsageMeter(sink, clock=clock)
+    return UsageMeter(sink, clock)
 
 
 async def test_between_two_looks_the_mean_was_held(meter, sink, clock):
@@ -109,10 +109,10 @@ async def test_a_tenant_whose_shard_is_away_keeps_no_other_s_waiting_for_ever(me
     """Seen failing: the one that was first stayed first, and nobody was counted until its shard was back."""
     add_usage, tenants = sink.add_usage, "abcd"
 
-    async def lose(tenant, batch_id, usage, **which):
+    async def lose(tenant, usage, **which):
         if tenant in tenants[:num_lost]:
             raise StoreUnavailable("its shard is away")
-        await add_usage(tenant, batch_id, usage, **which)
+        await add_usage(tenant, usage, **which)
 
     monkeypatch.setattr(sink, "add_usage", lose)
     await meter.look({}, store_kib_s=dict.fromkeys(tenants, 7))
@@ -130,10 +130,10 @@ async def test_a_batch_that_is_refused_keeps_no_other_tenant_s_waiting(meter, si
     """Seen failing: one tenant with too much to be counted, and nobody behind it was counted again."""
     add_usage = sink.add_usage
 
-    async def refuse(tenant, batch_id, usage, **which):
+    async def refuse(tenant, usage, **which):
         if tenant == "a":
             raise InvalidRequest("too much")
-        await add_usage(tenant, batch_id, usage, **which)
+        await add_usage(tenant, usage, **which)
 
     monkeypatch.setattr(sink, "add_usage", refuse)
     for _ in range(2):
