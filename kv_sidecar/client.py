@@ -20,7 +20,6 @@ from contextcache.model import (
     CacheRef,
     ForkedKV,
     KeptGroup,
-    KVGroup,
     LoadedKV,
     Manifest,
     SaveOutcome,
@@ -30,7 +29,7 @@ from contextcache.model import (
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
-from contextcache.wire.messages import message_of, value_of
+from contextcache.wire.messages import value_of
 from contextcache.wire.rpc import CHANNEL_OPTIONS, GRACE_S, error_from_rpc, late_call, within
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
@@ -224,6 +223,9 @@ class EngineSidecarClient:
 
     If gRPC does not end a call at its deadline, the client abandons the call and opens a new channel. When the sidecar
     reads nothing, the old channel would keep the request of every later call too.
+
+    The handshake and the calls of a save wait within their deadline for a sidecar that restarts. All other calls fail
+    at once, also while gRPC backs off from a sidecar that is up again.
     """
 
     def __init__(self, address: str, *, timeout_s: float = 2.0) -> None:
@@ -239,43 +241,11 @@ class EngineSidecarClient:
         request = pb.HandshakeRequest(
             fingerprint=fingerprint, fingerprint_json=fingerprint_json, rank=rank, world_size=world_size
         )
-        return self._call(lambda stub: stub.Handshake, request, self._timeout_s)
+        return self._call(lambda stub: stub.Handshake, request, self._timeout_s, is_patient=True)
 
-    def prepare_save(  # noqa: PLR0913  # the fields of the message, by name
-        self,
-        *,
-        tenant: TenantId,
-        session_id: SessionId,
-        cache_ref: CacheRef,
-        fingerprint: str,
-        rank: int,
-        world_size: int,
-        token_ids: Sequence[int],
-        expires_at_ms: int,
-        started_at_ms: int = 0,
-        groups: Sequence[KVGroup] = (),
-        early: bool = False,
-        timeout_s: float | None = None,
-    ) -> pb.PrepareSaveResponse:
-        """Open a save; the answer names the files to send. Raises ContextDeleted, InvalidRequest, StorageFull.
-
-        `early`: whole files ahead of the save itself, which comes under the same name.
-        `timeout_s`: a deadline of its own for this call.
-        """
-        request = pb.PrepareSaveRequest(
-            tenant=tenant,
-            session_id=session_id,
-            cache_ref=cache_ref,
-            fingerprint=fingerprint,
-            rank=rank,
-            world_size=world_size,
-            token_ids=pack_token_ids(token_ids),
-            expires_at_ms=expires_at_ms,
-            started_at_ms=started_at_ms,
-            groups=[message_of(pb.KVGroup, group) for group in groups],
-            early=early,
-        )
-        return self._call(lambda stub: stub.PrepareSave, request, self._timeout_s if timeout_s is None else timeout_s)
+    def prepare_save(self, request: pb.PrepareSaveRequest, timeout_s: float) -> pb.PrepareSaveResponse:
+        """Open a save; the answer names the files to send. Raises ContextDeleted, InvalidRequest, StorageFull."""
+        return self._call(lambda stub: stub.PrepareSave, request, timeout_s, is_patient=True)
 
     def extend_save(self, request: pb.ExtendSaveRequest, timeout_s: float) -> pb.ExtendSaveResponse:
         """Add tokens to a save opened with `early`; the answer names the files to send.
@@ -283,14 +253,14 @@ class EngineSidecarClient:
         Raises SaveIncomplete when the save must be opened again with all tokens, ContextDeleted, InvalidRequest,
         StorageFull.
         """
-        return self._call(lambda stub: stub.ExtendSave, request, timeout_s)
+        return self._call(lambda stub: stub.ExtendSave, request, timeout_s, is_patient=True)
 
     def lend_slots(self, request: pb.LendSlotsRequest, timeout_s: float) -> Sequence[pb.Slot]:
         """Return room in the arena for the first of the files asked for; none when there is none for now.
 
         Raises SaveIncomplete, ContextDeleted, SidecarUnavailable also when the arena is another by now.
         """
-        return self._call(lambda stub: stub.LendSlots, request, timeout_s).slots
+        return self._call(lambda stub: stub.LendSlots, request, timeout_s, is_patient=True).slots
 
     def return_slots(self, borrower: str, slot_ids: Sequence[int]) -> None:
         """Tell that nobody will write to lent slots any more."""
@@ -300,13 +270,12 @@ class EngineSidecarClient:
     def save_blocks(self, requests: Iterator[pb.SaveBlocksRequest], timeout_s: float) -> pb.SaveBlocksResponse:
         """Send block files, in slots or in frames. Raises CorruptBlock, ContextDeleted, StorageFull, SaveIncomplete."""
         with child_span(f"{SERVICE_NAME}/SaveBlocks", kind=SpanKind.CLIENT):
-            return self._ended(lambda stub: stub.SaveBlocks, requests, timeout_s)
+            return self._ended(lambda stub: stub.SaveBlocks, requests, timeout_s, is_patient=True)
 
-    def seal(self, cache_ref: CacheRef, rank: int) -> bool:
+    def seal(self, cache_ref: CacheRef, rank: int, timeout_s: float) -> bool:
         """End this rank's save; True when the manifest is durable. Raises SaveIncomplete, ContextDeleted."""
-        return self._call(
-            lambda stub: stub.Seal, pb.SealRequest(cache_ref=cache_ref, rank=rank), self._timeout_s
-        ).sealed
+        request = pb.SealRequest(cache_ref=cache_ref, rank=rank)
+        return self._call(lambda stub: stub.Seal, request, timeout_s, is_patient=True).sealed
 
     def abandon_save(self, tenant: TenantId, cache_ref: CacheRef, reason: str, *, started_at_ms: int) -> None:
         """Tell that this rank saves nothing under a name, and why, so that nobody waits for it."""
@@ -386,15 +355,17 @@ class EngineSidecarClient:
         if closing is not None:
             closing.join(self._timeout_s)
 
-    def _call(self, method: _Method[Answer], request: Any, timeout_s: float) -> Answer:
+    def _call(self, method: _Method[Answer], request: Any, timeout_s: float, *, is_patient: bool = False) -> Answer:
         with _client_span(request):
-            return self._ended(method, request, timeout_s)
+            return self._ended(method, request, timeout_s, is_patient=is_patient)
 
-    def _ended(self, method: _Method[Answer], request: Any, timeout_s: float) -> Answer:
+    def _ended(self, method: _Method[Answer], request: Any, timeout_s: float, *, is_patient: bool) -> Answer:
         """Make a call and return its answer. Raises ContextCacheError, `GRACE_S` after the deadline at the latest."""
         line = self._line
         with _mapped_errors():
-            call: Any = method(line.stub).future(request, timeout=timeout_s, metadata=trace_metadata())
+            call: Any = method(line.stub).future(
+                request, timeout=timeout_s, metadata=trace_metadata(), wait_for_ready=is_patient
+            )
             try:
                 # Asked for and not raised: gRPC raises the call itself, whose frames then refer to it. Such a cycle
                 # keeps the frames of every caller, and a dead sidecar's arena mapped, until a garbage collection.

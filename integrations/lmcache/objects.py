@@ -18,7 +18,7 @@ from contextcache.errors import CacheRefNotFound, ContextExists, CorruptBlock
 from contextcache.names import OBJECT_PREFIX
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import FRAME_BYTES
-from kv_sidecar.client import BlockFileWriter, BlockMeta, EngineSidecarClient, parse_block_file
+from kv_sidecar.client import BlockFileWriter, BlockMeta, EngineSidecarClient, pack_token_ids, parse_block_file
 
 FINGERPRINT = hashlib.sha256(b'{"format":"lmcache-0.5"}').hexdigest()
 """Bytes of another minor release of LMCache's may mean something else: they are never found."""
@@ -101,14 +101,16 @@ class SidecarObjects:
         stored = StoredObject.of(key)
         try:
             self._client.prepare_save(
-                tenant=self._params.tenant,
-                session_id=stored.group,
-                cache_ref=stored.cache_ref,
-                fingerprint=FINGERPRINT,
-                rank=0,
-                world_size=1,
-                token_ids=stored.token_ids,
-                expires_at_ms=time.time_ns() // 1_000_000 + self._params.ttl_s * 1000,
+                pb.PrepareSaveRequest(
+                    tenant=self._params.tenant,
+                    session_id=stored.group,
+                    cache_ref=stored.cache_ref,
+                    fingerprint=FINGERPRINT,
+                    world_size=1,
+                    token_ids=pack_token_ids(stored.token_ids),
+                    expires_at_ms=time.time_ns() // 1_000_000 + self._params.ttl_s * 1000,
+                ),
+                self._timeout_s,
             )
         except ContextExists:
             return len(data)
@@ -116,7 +118,7 @@ class SidecarObjects:
         writer.begin(memoryview(bytearray(writer.size_bytes)))
         writer.pages.data[:] = data
         self._client.save_blocks(_frames(stored.cache_ref, writer.finish()), self._timeout_s)
-        self._client.seal(stored.cache_ref, 0)
+        self._client.seal(stored.cache_ref, 0, self._timeout_s)
         return len(data)
 
     def has(self, key: ObjectName) -> bool:

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -206,4 +207,20 @@ def test_a_sidecar_dies_at_a_named_point_and_holds_whole_contexts_or_none_afterw
         assert rank.load(rank.save(PROMPT))
     else:
         assert rank.load(new)
+    rank.close()
+
+
+def test_a_call_of_a_save_that_meets_the_back_off_after_a_restart_is_answered(sidecar: SidecarProcess) -> None:
+    """Seen failing without `wait_for_ready`: the call failed at once, and a save was skipped."""
+    sidecar.start()
+    rank = EngineRank(sidecar.address)
+    sidecar.end(signal.SIGKILL)
+    new = new_save(PROMPT, now_ms=SystemClock().now_ms())
+    with pytest.raises(SidecarUnavailable):
+        rank.client.get_manifest(new.tenant, new.cache_ref, 1)  # gRPC backs off from here on
+    with ThreadPoolExecutor(1) as pool:
+        preparing = pool.submit(rank.prepare, new)
+        sidecar.start()
+
+        assert preparing.result(90).num_files == 3
     rank.close()

@@ -351,10 +351,10 @@ async def test_health_is_told_and_an_absent_sidecar_is_unavailable(running: Runn
     await absent.close()
     engine = EngineSidecarClient("127.0.0.1:1", timeout_s=0.5)
     with pytest.raises(SidecarUnavailable):
-        await asyncio.to_thread(engine.seal, new_cache_ref(), 0)
+        await asyncio.to_thread(engine.seal, new_cache_ref(), 0, 0.5)
     engine.close()
     with pytest.raises(SidecarUnavailable):
-        engine.seal(new_cache_ref(), 0)
+        engine.seal(new_cache_ref(), 0, 0.5)
     with pytest.raises(SidecarUnavailable):
         next(engine.load_blocks(pb.LoadBlocksRequest(), 1))
 

@@ -21,7 +21,7 @@ from contextcache.model import HeldCacheRef
 from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import error_from_rpc, is_late, is_unanswered, late_call
-from kv_sidecar.client import EngineSidecarClient, KVSidecarClient
+from kv_sidecar.client import EngineSidecarClient, KVSidecarClient, pack_token_ids
 from kv_sidecar.moving.peer import PeerSidecar
 from kv_sidecar.orphans import ManagerQuestions
 from kv_sidecar.sealed.matching import PrefixQuestion
@@ -50,17 +50,16 @@ def announce(
     timeout_s: float = DEADLINE_S,
     expires_at_ms: int = 1,
 ) -> object:
-    return client.prepare_save(
+    request = pb.PrepareSaveRequest(
         tenant=TENANT,
         session_id="ctx_1",
         cache_ref=new_cache_ref(),
         fingerprint=FINGERPRINT,
-        rank=0,
         world_size=1,
-        token_ids=range(100_000, 100_000 + num_tokens),
+        token_ids=pack_token_ids(range(100_000, 100_000 + num_tokens)),
         expires_at_ms=expires_at_ms,
-        timeout_s=timeout_s,
     )
+    return client.prepare_save(request, timeout_s)
 
 
 def match(client: EngineSidecarClient) -> object:
@@ -77,7 +76,7 @@ def load(client: EngineSidecarClient) -> object:
 
 
 def seal(client: EngineSidecarClient) -> object:
-    return client.seal(new_cache_ref(), 0)
+    return client.seal(new_cache_ref(), 0, DEADLINE_S)
 
 
 def error_of(call: Callable[[], object]) -> ContextCacheError:
@@ -173,7 +172,7 @@ def test_a_client_whose_calls_hang_closes_all_the_same(tmp_path: Path) -> None:
 
         assert not closing.is_alive()
         assert not hanging.is_alive()
-        assert isinstance(error_of(lambda: client.seal(new_cache_ref(), 0)), SidecarUnavailable)
+        assert isinstance(error_of(lambda: client.seal(new_cache_ref(), 0, DEADLINE_S)), SidecarUnavailable)
 
 
 async def ends(call: Callable[[], object], error: type[ContextCacheError]) -> ContextCacheError:

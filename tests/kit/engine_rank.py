@@ -10,7 +10,8 @@ import numpy as np
 from contextcache.clock import SystemClock
 from contextcache.model import Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.client import EngineSidecarClient, open_arena, parse_block_file
+from contextcache.wire.messages import message_of
+from kv_sidecar.client import EngineSidecarClient, open_arena, pack_token_ids, parse_block_file
 from kv_sidecar.format.manifest import block_meta, num_files
 from kv_sidecar.saves import NewSave
 from tests.kit.kv_blocks import FINGERPRINT, PAGE_BYTES, block_file_bytes, fill_of, new_save
@@ -34,16 +35,7 @@ class EngineRank:
 
     def prepare(self, new: NewSave) -> pb.PrepareSaveResponse:
         return self.client.prepare_save(
-            tenant=new.tenant,
-            session_id=new.session_id,
-            cache_ref=new.cache_ref,
-            fingerprint=new.fingerprint,
-            rank=new.rank,
-            world_size=new.world_size,
-            token_ids=new.token_ids,
-            expires_at_ms=new.expires_at_ms,
-            started_at_ms=new.started_at_ms,
-            groups=new.groups,
+            message_of(pb.PrepareSaveRequest, new, token_ids=pack_token_ids(new.token_ids)), 60
         )
 
     def save(self, token_ids: tuple[int, ...], *, session_id: str = "ctx_1") -> NewSave:
@@ -57,7 +49,7 @@ class EngineRank:
         wanted = list(prepared.missing_files)
         taken = self.client.save_blocks(self.requests(new, wanted), timeout_s=60)
         assert taken.num_blocks == len(wanted)
-        assert self.client.seal(new.cache_ref, new.rank)
+        assert self.client.seal(new.cache_ref, new.rank, 60)
 
     def requests(self, new: NewSave, wanted: list[int]) -> Iterator[pb.SaveBlocksRequest]:
         manifest = new.manifest(block_tokens=self.terms.block_tokens)

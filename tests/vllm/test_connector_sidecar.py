@@ -18,7 +18,7 @@ import torch
 from contextcache.errors import CacheRefNotFound
 from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.client import EngineSidecarClient
+from kv_sidecar.client import EngineSidecarClient, pack_token_ids
 from tests.kit.connector_rank import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
@@ -147,7 +147,7 @@ def test_a_context_is_there_only_when_every_rank_has_sealed_it(start_rank: Calla
     if isinstance(door.connect(1), FakeSidecar):
         return  # the fake has one rank
     ranks, cache_ref = [start_rank(0, 2), start_rank(1, 2)], new_cache_ref()
-    client = ranks[0].side._patient_sidecar.get()
+    client = ranks[0].side._sidecar.get()
     ranks[0].run(save=save_plan(ranks[0], cache_ref, 100, list(range(7))))
     wait_until(lambda: ranks[0].side.counters.get("saves") == 1, what="the first rank has saved", deadline_s=90)
     first = fault(lambda: client.get_manifest("demo", cache_ref, 1))
@@ -232,17 +232,17 @@ def test_blocks_two_contexts_share_are_sent_once(start_rank: Callable[..., Rank]
     rank.run(save=save_plan(rank, one, 150, list(range(10))))
     rank.manifest(one)
     assert rank.side.facts is not None
-    answer = rank.side._sidecar.get().prepare_save(
+    request = pb.PrepareSaveRequest(
         tenant="demo",
         session_id="ctx_1",
         cache_ref=two,
         fingerprint=rank.side.facts.fingerprint,
-        rank=0,
         world_size=1,
-        token_ids=tuple(range(200)),
+        token_ids=pack_token_ids(range(200)),
         expires_at_ms=2_000_000_000_000,
         started_at_ms=1_000,
     )
+    answer = rank.side._sidecar.get().prepare_save(request, 60)
 
     assert (answer.num_files, list(answer.missing_files)) == (4, [2, 3])
 

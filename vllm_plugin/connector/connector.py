@@ -33,7 +33,7 @@ from vllm_plugin.connector.identity.adapters import AdapterWord, are_mixed_up
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.scheduler_side import SchedulerSide
 from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar, MonotonicClock
+from vllm_plugin.connector.sidecar_link import Arena, MonotonicClock
 from vllm_plugin.connector.telemetry import ConnectorPromMetrics, ConnectorStats, hit_source
 from vllm_plugin.connector.worker_side import WorkerSide
 
@@ -133,7 +133,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 clock=self.clock,
             )
 
-    def connect_sidecar(self, timeout_s: float) -> EngineSidecar:
+    def connect_sidecar(self, timeout_s: float) -> EngineSidecarClient:
         """Return a client of the sidecar; called at the first use, in a thread of ours."""
         return EngineSidecarClient(self._settings.sidecar, timeout_s=timeout_s)
 

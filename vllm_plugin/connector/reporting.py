@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 
 from contextcache.errors import ContextCacheError, SidecarUnavailable
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar, LazySidecar
+from kv_sidecar.client import EngineSidecarClient
+from vllm_plugin.connector.sidecar_link import Arena, LazySidecar
 from vllm_plugin.connector.telemetry import Counters
 from vllm_plugin.connector.transfer import TransferPool
 
@@ -45,7 +46,7 @@ class Reporter:
             self._owed.setdefault(arena, set()).update(slot_ids)
         self._queue(self._return_slots)
 
-    def _return_slots(self, sidecar: EngineSidecar) -> None:
+    def _return_slots(self, sidecar: EngineSidecarClient) -> None:
         with self._lock:
             owed, self._owed = self._owed, WeakKeyDictionary()
         is_lost = False
@@ -59,7 +60,7 @@ class Reporter:
         if is_lost:
             raise SidecarUnavailable("slots could not be returned to the sidecar")
 
-    def _queue(self, call: Callable[[EngineSidecar], None]) -> None:
+    def _queue(self, call: Callable[[EngineSidecarClient], None]) -> None:
         def deliver() -> None:
             try:
                 call(self._sidecar.get())

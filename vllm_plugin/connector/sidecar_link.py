@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -17,9 +17,8 @@ from typing_extensions import override
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, InvalidRequest, SidecarUnavailable
-from contextcache.model import KVGroup, Manifest
-from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import is_late, is_unanswered
+from kv_sidecar.client import EngineSidecarClient
 from vllm_plugin.connector.metadata import RankFacts
 from vllm_plugin.connector.telemetry import Counters
 
@@ -27,79 +26,6 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_MS = 250
 _LONGEST_PAUSE_MS = 10_000
-
-
-class EngineSidecar(Protocol):
-    """Calls of `kv_sidecar.client.EngineSidecarClient`; each has a deadline and fails with a ContextCacheError."""
-
-    def handshake(self, fingerprint: str, fingerprint_json: str, rank: int, world_size: int) -> pb.HandshakeResponse:
-        """Introduce a rank."""
-        ...
-
-    def prepare_save(  # noqa: PLR0913  # the fields of the message, by name
-        self,
-        *,
-        tenant: str,
-        session_id: str,
-        cache_ref: str,
-        fingerprint: str,
-        rank: int,
-        world_size: int,
-        token_ids: tuple[int, ...],
-        expires_at_ms: int,
-        started_at_ms: int,
-        groups: Sequence[KVGroup],
-        early: bool,
-        timeout_s: float,
-    ) -> pb.PrepareSaveResponse:
-        """Open a save and learn which blocks are missing."""
-        ...
-
-    def lend_slots(self, request: pb.LendSlotsRequest, timeout_s: float) -> Sequence[pb.Slot]:
-        """Get room in the arena for the first of the files asked for."""
-        ...
-
-    def return_slots(self, borrower: str, slot_ids: Sequence[int]) -> None:
-        """Tell that nobody will write to lent slots any more."""
-        ...
-
-    def save_blocks(self, requests: Iterator[pb.SaveBlocksRequest], timeout_s: float) -> pb.SaveBlocksResponse:
-        """Hand block files over."""
-        ...
-
-    def seal(self, cache_ref: str, rank: int) -> bool:
-        """End a rank's save; True when this was the last rank."""
-        ...
-
-    def abandon_save(self, tenant: str, cache_ref: str, reason: str, *, started_at_ms: int) -> None:
-        """Tell that nothing is saved under a name, and why."""
-        ...
-
-    def find_manifest(
-        self, request: pb.GetManifestRequest, timeout_s: float
-    ) -> tuple[Manifest, pb.GetManifestResponse]:
-        """Return a sealed manifest, or a beginning of what is coming, and what else is said of it."""
-        ...
-
-    def match_prefix(self, request: pb.MatchPrefixRequest, timeout_s: float) -> tuple[pb.PrefixMatch, ...]:
-        """See EngineSidecarClient."""
-        ...
-
-    def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
-        """Stream blocks."""
-        ...
-
-    def end_load(self, lease_id: str) -> None:
-        """End a load's lease."""
-        ...
-
-    def report_load(self, report: pb.LoadReport, *, lease_id: str = "") -> None:
-        """Tell what happened to a request's prompt, and end its load's lease."""
-        ...
-
-    def close(self) -> None:
-        """Close the channel."""
-        ...
 
 
 class Arena(Protocol):
@@ -117,7 +43,7 @@ class Arena(Protocol):
 OpenArena: TypeAlias = Callable[[Callable[[], None]], Arena]
 """Borrow the sidecar's arena; what is passed is called when the sidecar has gone. Raises OSError."""
 
-Connect: TypeAlias = Callable[[float], EngineSidecar]
+Connect: TypeAlias = Callable[[float], EngineSidecarClient]
 """Make a client whose calls have this deadline in seconds, unless they name another."""
 
 
@@ -136,10 +62,10 @@ class LazySidecar:
         self._connect = connect
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._client: EngineSidecar | None = None
+        self._client: EngineSidecarClient | None = None
         self._closed = False
 
-    def get(self) -> EngineSidecar:
+    def get(self) -> EngineSidecarClient:
         """Return the client. Raises SidecarUnavailable after `close`."""
         with self._lock:
             if self._closed:
@@ -157,14 +83,14 @@ class LazySidecar:
             client.close()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Terms:
-    """What the sidecar answered to the handshake."""
+    """The sidecar's answer to a handshake. Calls made under these terms are in doubt together."""
 
     block_tokens: int
     block_size_bytes_max: int
     arena: Arena | None = None
-    """The memory that both see; None: send frames."""
+    """Memory that the sidecar shares; None: frames carry the KV."""
 
 
 class RankLink:
@@ -175,22 +101,27 @@ class RankLink:
         self._open_arena = open_arena
         self._clock = clock
         self._counters = counters
-        self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        """Held for a handshake: seconds."""
+        self._changing = threading.Lock()
+        """Held for a few lines, by the engine's thread too."""
         self._facts: RankFacts | None = None
         self._terms: Terms | None = None
         self._arena: Arena | None = None
-        """Kept where only the terms are in doubt."""
+        """Outlives terms that are in doubt."""
+        self._num_arenas = 0
         self._pause_ms = 0
         self._next_try_at_ms = 0
         self._doubted_at_ms = -_LONGEST_PAUSE_MS
 
     def introduce(self, facts: RankFacts) -> None:
-        """Set what the handshake will say."""
-        self._facts = facts
+        """Set the facts of the next handshake, and forget the terms of the last one. Never waits."""
+        with self._changing:
+            self._facts, self._terms = facts, None
 
     @property
     def facts(self) -> RankFacts:
-        """What this rank is."""
+        """Facts of this rank."""
         assert self._facts is not None, "register_kv_caches came first"
         return self._facts
 
@@ -199,50 +130,63 @@ class RankLink:
         """The terms if they are known; never waits."""
         return self._terms
 
-    def lost(self) -> None:
-        """Forget the terms, and let go of the arena once nobody uses it: the sidecar may come back with others.
+    def lost(self, terms: Terms | None) -> None:
+        """Forget these terms, and let go of their arena once no thread uses it. Harmless for terms of the past.
 
-        One that has ended could not free that memory. And an answer that was lost may have lent us slots: they are free
-        again with the end of the arena's connection.
+        A sidecar that has ended cannot free that memory, and comes back with another arena. A late answer may have lent
+        slots: the end of the arena's connection frees them.
         """
-        self._terms = self._arena = None
+        with self._changing:
+            if terms is not None and self._terms is terms:
+                self._terms = None
+            if terms is not None and self._arena is terms.arena:
+                self._arena = None
 
-    def doubt(self, error: ContextCacheError) -> None:
-        """Forget the terms after a call that failed because of the sidecar, if it did.
+    def doubt(self, error: ContextCacheError, terms: Terms | None) -> None:
+        """Forget the terms under which a call failed, if it failed because of the sidecar.
 
-        Mapping its memory anew is dear. It stays mapped where a call was late: a sidecar that has ended says so by the
-        arena's connection. Where the sidecar speaks, of its disk or of an arena that is another by now, it is mapped
-        anew once in a while.
+        To map the arena again costs seconds. It stays mapped if a call was late: the arena's connection tells of a
+        sidecar that has ended. If the sidecar blames its disk, or says that it has another arena, the rank maps it
+        again, at most once in 10 s.
         """
-        if not isinstance(error, SidecarUnavailable) or self._terms is None:
-            return  # nothing more is said by calls that fail while it is not even asked
+        if not isinstance(error, SidecarUnavailable) or terms is None or self._terms is not terms:
+            return
         now_ms = self._clock.now_ms()
         if is_late(error):
-            self._terms = None
+            with self._changing:
+                self._terms = None if self._terms is terms else self._terms
         elif is_unanswered(error) or now_ms >= self._doubted_at_ms + _LONGEST_PAUSE_MS:
             self._doubted_at_ms = now_ms
-            self.lost()
+            self.lost(terms)
 
     def is_worth_trying(self) -> bool:
         """Return whether there are terms, or it is time to ask again. Never waits."""
         return self._terms is not None or self._clock.now_ms() >= self._next_try_at_ms
 
     def terms(self) -> Terms:
-        """Return the terms, asking when there are none. Raises ContextCacheError.
+        """Return the terms; ask for them when there are none. Raises ContextCacheError.
 
-        Called in transfer threads only. While the sidecar is absent it is asked after 0.25 s, 0.5 s … 10 s.
+        Called in transfer threads only. The pauses between failed handshakes grow from 0.25 s to 10 s.
         """
-        if self._terms is not None:
-            return self._terms
-        with self._lock:
-            if self._terms is None:
+        if (terms := self._terms) is not None:
+            return terms
+        with self._asking:
+            if (terms := self._terms) is None:
                 if not self.is_worth_trying():
                     raise SidecarUnavailable("the sidecar failed recently, no call until it is back")
-                self._terms = self._ask()
-            return self._terms
+                terms = self._ask()
+            return terms
+
+    def close(self) -> None:
+        """Forget the terms, and let go of the arena."""
+        with self._changing:
+            self._terms = self._arena = None
 
     def _ask(self) -> Terms:
         facts = self.facts
+        if self._pause_ms:
+            # The handshake waits for a sidecar that restarts. Meanwhile no save waits for the handshake.
+            self._next_try_at_ms = self._clock.now_ms() + _LONGEST_PAUSE_MS
         try:
             answer = self.sidecar.get().handshake(
                 facts.fingerprint, facts.fingerprint_json, facts.rank, facts.world_size
@@ -254,14 +198,28 @@ class RankLink:
             self._next_try_at_ms = self._clock.now_ms() + self._pause_ms
             log.warning("sidecar handshake failed", extra={"code": exc.code, "pause_ms": self._pause_ms})
             raise
-        self._pause_ms = 0
-        arena = self._arena = (self._arena or self._borrow()) if answer.arena else None
+        self._pause_ms = self._next_try_at_ms = 0
+        arena = (self._arena or self._borrow()) if answer.arena else None
         log.info("sidecar handshake done", extra={"block_tokens": answer.block_tokens, "arena": arena is not None})
-        return Terms(answer.block_tokens, answer.block_size_bytes_max, arena)
+        terms = Terms(answer.block_tokens, answer.block_size_bytes_max, arena)
+        with self._changing:
+            self._arena = arena
+            if self._facts is facts:
+                self._terms = terms
+        return terms
 
     def _borrow(self) -> Arena | None:
+        self._num_arenas += 1
+        number = self._num_arenas
+
+        def ended() -> None:
+            # Waits for a handshake under way, whose arena this may be.
+            with self._asking:
+                if number == self._num_arenas:
+                    self.close()
+
         try:
-            return self._open_arena(self.lost)
+            return self._open_arena(ended)
         except (OSError, RuntimeError):
             # No thread to be had; another machine, another user, a sandbox that passes no descriptors: frames are
             # slower, and right.

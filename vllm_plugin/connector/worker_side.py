@@ -64,7 +64,6 @@ class WorkerSide:
         self._tracer = connector_tracer(settings, self.counters)
         self._results = ResultBox()
         self._sidecar = LazySidecar(connect, timeout_s=settings.prepare_deadline_ms / 1000)
-        self._patient_sidecar = LazySidecar(connect, timeout_s=settings.save_deadline_ms / 1000)
         self._open_arena = open_arena
         self._link = RankLink(self._sidecar, self._borrow, self._clock, self.counters)
         limit = settings.queue_limit
@@ -114,7 +113,6 @@ class WorkerSide:
         hand_over = HandOver(
             settings=self._settings,
             link=self._link,
-            patient_sidecar=self._patient_sidecar,
             results=self._results,
             reporter=self._reporter,
             counters=self.counters,
@@ -146,7 +144,6 @@ class WorkerSide:
         assert self.facts is not None, "register_kv_caches came first"
         self.facts = replace(self.facts, fingerprint=fingerprint(fingerprint_json), fingerprint_json=fingerprint_json)
         self._link.introduce(self.facts)
-        self._link.lost()
         self._greet()
 
     def wait(self, timeout_s: float) -> None:
@@ -275,7 +272,6 @@ class WorkerSide:
         if self._saver is not None:
             self._saver.hand_over.drain(max(closing_at_ms - self._clock.now_ms(), 0) / 1000)
         self._sidecar.close()
-        self._patient_sidecar.close()
         if self._loader is not None:
             self._loader.close()
         if self._saver is not None:
@@ -288,5 +284,5 @@ class WorkerSide:
         ended = [close(max(ends_at_ms - self._clock.now_ms(), 0) / 1000) for close in closers]
         if not all(ended):
             log.warning("transfer threads still running at shutdown")
-        self._link.lost()
+        self._link.close()
         self._tracer.close()

@@ -13,7 +13,8 @@ from typing import Self
 from contextcache.clock import SystemClock
 from contextcache.model import Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.client import EngineSidecarClient, MappedArena, open_arena
+from contextcache.wire.messages import message_of
+from kv_sidecar.client import EngineSidecarClient, MappedArena, open_arena, pack_token_ids
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import rank_keys
 from tests.kit.faults import files
@@ -87,14 +88,7 @@ class Onlooker:
         """
         new = new_save((1,), now_ms=SystemClock().now_ms())
         self._client.prepare_save(
-            tenant=new.tenant,
-            session_id=new.session_id,
-            cache_ref=new.cache_ref,
-            fingerprint=new.fingerprint,
-            rank=0,
-            world_size=1,
-            token_ids=new.token_ids,
-            expires_at_ms=new.expires_at_ms,
+            message_of(pb.PrepareSaveRequest, new, token_ids=pack_token_ids(new.token_ids)), _CALL_S
         )
         request = pb.LendSlotsRequest(
             borrower=self._arena.borrower,

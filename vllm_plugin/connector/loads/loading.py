@@ -48,6 +48,8 @@ class _Progress:
 
     size_bytes: int = 0
     tier: pb.Tier.ValueType = pb.TIER_UNSPECIFIED
+    terms: Terms | None = None
+    """Terms under which it is injected; None: not known yet."""
     lease_id: str = ""
     """Of slots that are not read any more, but whose lease nobody has ended."""
 
@@ -160,7 +162,7 @@ class Loader:
         try:
             self._copy(load, progress)
         except ContextCacheError as exc:
-            self._link.doubt(exc)
+            self._link.doubt(exc, progress.terms)
             late = self._clock.now_ms() >= load.deadline_ms
             self.fail(load, "load_deadline" if late else exc.code)
         except OSError:
@@ -202,7 +204,7 @@ class Loader:
         self._report(load.plan, pb.LOAD_OUTCOME_LOADED, progress, "")
 
     def _copy(self, load: Load, progress: _Progress) -> None:
-        terms = self._link.terms()
+        terms = progress.terms = self._link.terms()
         crash_point(BEFORE_LOAD)
         try:
             for pieces in self._batches(load.plan.pieces, terms.arena):

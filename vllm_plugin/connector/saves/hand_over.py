@@ -27,7 +27,7 @@ from vllm_plugin.connector.copies.pages import Fence
 from vllm_plugin.connector.metadata import SavePlan
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import Arena, LazySidecar, RankLink
+from vllm_plugin.connector.sidecar_link import Arena, RankLink, Terms
 from vllm_plugin.connector.telemetry import Counters
 from vllm_plugin.connector.transfer import ResultBox, StagingBudget, TransferPool
 from vllm_plugin.crash_points import AFTER_SEAL, BEFORE_HAND_OVER, BEFORE_SEAL, BETWEEN_HANDED_BLOCKS
@@ -55,6 +55,8 @@ class Save:
     """Whether a thread hands over, or soon will."""
     fault: str = ""
     """Why it was given up."""
+    terms: Terms | None = None
+    """Terms under which its files are made; None: not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +96,14 @@ class HandOver:
         *,
         settings: ConnectorSettings,
         link: RankLink,
-        patient_sidecar: LazySidecar,
         results: ResultBox,
         reporter: Reporter,
         counters: Counters,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`patient_sidecar` has the deadline of a call that moves bytes; `link`'s own has that of a question."""
         self._tracer = tracer
         self._settings = settings
         self._link = link
-        self._patient_sidecar = patient_sidecar
         self._results = results
         self._reporter = reporter
         self._counters = counters
@@ -212,7 +211,7 @@ class HandOver:
         except GivenUp as exc:
             fault = exc.reason
         except ContextCacheError as exc:
-            self._link.doubt(exc)
+            self._link.doubt(exc, save.terms)
             fault = exc.code
         except OSError:
             fault = "staging_error"
@@ -240,7 +239,7 @@ class HandOver:
             if not files:
                 return
             requests = _requests(save, files, rank)
-            taken = self._patient_sidecar.get().save_blocks(requests, self._settings.save_deadline_ms / 1000)
+            taken = self._link.sidecar.get().save_blocks(requests, self._settings.save_deadline_ms / 1000)
             if taken.num_blocks != len(files):
                 raise SaveIncomplete("the sidecar refused a block")
             is_taken = True
@@ -249,7 +248,8 @@ class HandOver:
 
     def _seal(self, save: Save) -> bool:
         crash_point(BEFORE_SEAL)
-        is_sealed = self._patient_sidecar.get().seal(save.plan.cache_ref, self._link.facts.rank)
+        deadline_s = self._settings.save_deadline_ms / 1000
+        is_sealed = self._link.sidecar.get().seal(save.plan.cache_ref, self._link.facts.rank, deadline_s)
         crash_point(AFTER_SEAL)
         return is_sealed
 

@@ -18,8 +18,9 @@ from contextcache.errors import SidecarUnavailable, StorageFull
 from contextcache.model import KVGroup
 from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.wire.messages import message_of
 from contextcache.wire.rpc import is_late
-from kv_sidecar.client import BlockFileWriter, context_files
+from kv_sidecar.client import BlockFileWriter, context_files, pack_token_ids
 from vllm_plugin.connector.copies.codec import NotFinite
 from vllm_plugin.connector.copies.pages import Fence, PageCopy, PagedLayers, page_bytes
 from vllm_plugin.connector.metadata import Piece, SavePlan
@@ -110,25 +111,26 @@ class Saver:
     def _copy_out(self, save: Save) -> None:
         facts = self._link.facts
         self._remaining_s(save)
-        terms = self._link.terms()
+        terms = save.terms = self._link.terms()
         plan = save.plan.whole_files(file_tokens_min=terms.block_tokens) if save.plan.early else save.plan
         if not plan.token_ids:
             return
         groups = plan.kept(file_tokens_min=terms.block_tokens)
-        answer = self._link.sidecar.get().prepare_save(
+        request = pb.PrepareSaveRequest(
             tenant=plan.tenant,
             session_id=plan.session_id,
             cache_ref=plan.cache_ref,
             fingerprint=plan.fingerprint,
             rank=facts.rank,
             world_size=facts.world_size,
-            token_ids=plan.token_ids,
+            token_ids=pack_token_ids(plan.token_ids),
             expires_at_ms=plan.expires_at_ms,
             started_at_ms=plan.started_at_ms,
-            groups=groups,
+            groups=[message_of(pb.KVGroup, group) for group in groups],
             early=bool(plan.early),
-            timeout_s=min(self._remaining_s(save), self._settings.prepare_deadline_ms / 1000),
         )
+        timeout_s = min(self._remaining_s(save), self._settings.prepare_deadline_ms / 1000)
+        answer = self._link.sidecar.get().prepare_save(request, timeout_s)
         wanted = deque(self._wanted(plan, groups, answer, terms))
         arena = terms.arena
         while wanted:
@@ -226,7 +228,7 @@ class Saver:
             slots = self._link.sidecar.get().lend_slots(request, self._settings.prepare_deadline_ms / 1000)
         except SidecarUnavailable as exc:
             if is_late(exc):
-                self._link.lost()
+                self._link.lost(save.terms)
             raise
         if not slots:
             self.hand_over.remind(arena)

@@ -23,14 +23,15 @@ from contextcache.errors import (
     SidecarUnavailable,
     StorageFull,
 )
-from contextcache.model import Manifest, plain_group
+from contextcache.model import KVGroup, Manifest, plain_group
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.client import parse_block_file, with_files
-from kv_sidecar.format.ids import BlockKey
+from contextcache.wire.messages import value_of
+from kv_sidecar.client import EngineSidecarClient, parse_block_file, with_files
+from kv_sidecar.format.ids import BlockKey, unpack_token_ids
 from kv_sidecar.format.manifest import first_blocks, rank_keys
 from kv_sidecar.tiers.memory_store import MemoryStore, Pins, Place
 from vllm_plugin.connector.metadata import common_prefix
-from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar
+from vllm_plugin.connector.sidecar_link import Arena
 
 FRAME_BYTES = 700
 """Small, so that a block takes several frames."""
@@ -67,7 +68,7 @@ class FakeArena(Arena):
         return self._memory.region.view[offset : offset + size_bytes]
 
 
-class FakeSidecar(EngineSidecar):
+class FakeSidecar(EngineSidecarClient):
     """One instance serves all clients of an engine."""
 
     def __init__(self, *, block_tokens: int = 64, arena_bytes: int = 0) -> None:
@@ -121,44 +122,30 @@ class FakeSidecar(EngineSidecar):
         )
 
     @override
-    def prepare_save(
-        self,
-        *,
-        tenant,
-        session_id,
-        cache_ref,
-        fingerprint,
-        rank,
-        world_size,
-        token_ids,
-        expires_at_ms,
-        started_at_ms,
-        groups=(),
-        early=False,
-        timeout_s=30.0,
-    ):
+    def prepare_save(self, request, timeout_s):
         self.prepare_timeouts_s.append(timeout_s)
         self._arrive("prepare_save")
-        if cache_ref in self.deleted:
+        if request.cache_ref in self.deleted:
             raise ContextDeleted("deleted")
-        kept = tuple(groups) or (plain_group(len(token_ids), self.block_tokens),)
+        token_ids = unpack_token_ids(request.token_ids)
+        kept = tuple(value_of(KVGroup, group) for group in request.groups)
         manifest = with_files(
             Manifest(
-                cache_ref=cache_ref,
-                tenant=tenant,
-                session_id=session_id,
-                fingerprint=fingerprint,
-                token_ids=tuple(token_ids),
-                groups=kept,
+                cache_ref=request.cache_ref,
+                tenant=request.tenant,
+                session_id=request.session_id,
+                fingerprint=request.fingerprint,
+                token_ids=token_ids,
+                groups=kept or (plain_group(len(token_ids), self.block_tokens),),
                 files=(),
-                world_size=world_size,
-                expires_at_ms=expires_at_ms,
+                world_size=request.world_size,
+                expires_at_ms=request.expires_at_ms,
             )
         )
-        if early:
+        if request.early:
             self.early_tokens.append(len(manifest.token_ids))
         else:
-            self.prepared[cache_ref] = manifest
+            self.prepared[request.cache_ref] = manifest
         kinds_and_names = zip(manifest.files, self._names(manifest), strict=True)
         missing = [i for i, (file, name) in enumerate(kinds_and_names) if file.kind == "tail" or name not in self.files]
         return pb.PrepareSaveResponse(missing_files=missing, num_files=len(manifest.files))
@@ -201,7 +188,7 @@ class FakeSidecar(EngineSidecar):
         return taken
 
     @override
-    def seal(self, cache_ref, rank):
+    def seal(self, cache_ref, rank, timeout_s):
         self._arrive("seal")
         manifest = self.prepared.pop(cache_ref, None)
         if manifest is None or not set(self._names(manifest)) <= set(self.files):

@@ -8,9 +8,10 @@ from typing import ClassVar
 from typing_extensions import override
 
 from contextcache.clock import ManualClock
+from kv_sidecar.client import EngineSidecarClient
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from vllm_plugin.connector import ContextCacheConnector
-from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar
+from vllm_plugin.connector.sidecar_link import Arena
 
 
 class LoopConnector(ContextCacheConnector):
@@ -18,7 +19,7 @@ class LoopConnector(ContextCacheConnector):
     clock: ClassVar[ManualClock]  # set by the fixture before vLLM makes one
 
     @override
-    def connect_sidecar(self, timeout_s: float) -> EngineSidecar:
+    def connect_sidecar(self, timeout_s: float) -> EngineSidecarClient:
         return self.sidecar
 
     @override

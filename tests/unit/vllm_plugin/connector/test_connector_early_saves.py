@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from contextcache.errors import StorageFull
+from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import parse_block_file
 from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
@@ -128,10 +129,10 @@ def test_an_aborted_request_is_taken_back(engine: Engine) -> None:
 def test_an_early_save_that_fails_costs_the_save_nothing(engine: Engine) -> None:
     prepare_save = engine.sidecar.prepare_save
 
-    def refuse_early(**fields: object) -> object:
-        if fields["early"]:
+    def refuse_early(request: pb.PrepareSaveRequest, timeout_s: float) -> object:
+        if request.early:
             raise StorageFull("for now")
-        return prepare_save(**fields)
+        return prepare_save(request, timeout_s)
 
     engine.sidecar.prepare_save = refuse_early
     engine.save(tokens(900), A)
@@ -147,13 +148,13 @@ def test_early_saves_that_wait_keep_no_save_that_holds_blocks(engine: Engine) ->
     """Seen failing: four prompts that filled faster than the disk, and a chat's save ran out of time in the queue."""
     gate, prepare_save, num_waiting = threading.Event(), engine.sidecar.prepare_save, 0
 
-    def early_waits(**fields: object) -> object:
+    def early_waits(request: pb.PrepareSaveRequest, timeout_s: float) -> object:
         nonlocal num_waiting
-        if fields["early"]:
+        if request.early:
             num_waiting += 1
             gate.wait(10)
             num_waiting -= 1
-        return prepare_save(**fields)
+        return prepare_save(request, timeout_s)
 
     engine.sidecar.prepare_save = early_waits
     for number in range(engine.loop.worker.worker_side._settings.save_threads + 1):
