@@ -1,7 +1,7 @@
-"""Both doors into a kv-sidecar: `KVSidecarClient` (asyncio) and `EngineSidecarClient` (threads), plus the block file.
+"""Clients of a kv-sidecar: `KVSidecarClient` (asyncio) and `EngineSidecarClient` (threads), plus the block file.
 
-Loaded into vLLM and the gateway, so it imports grpc, numpy and xxhash, and of ours only contextcache, the block file
-and the arena. Every call has a deadline; every failure is a ContextCacheError.
+vLLM and the gateway load it, so it imports only grpc, numpy, xxhash, contextcache, the block file and the arena.
+Every call has a deadline; every failure is a ContextCacheError.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ __all__ = [
 ]
 
 SERVICE_NAME = "contextcache.v1.KVSidecarService"
-TIER_NAMES: dict[int, str] = {
+TIER_NAMES: dict[pb.Tier.ValueType, str] = {
     pb.TIER_UNSPECIFIED: "none",
     pb.TIER_HOST: "host",
     pb.TIER_DISK: "disk",
     pb.TIER_PEER: "peer",
     pb.TIER_OBJECT: "object",
 }
-"""Tier as it is named in `usage.context.source`."""
+"""Names of the tiers in `usage.context.source`."""
 
 PULL_OUTCOMES: dict[int, str] = {pb.PULL_OUTCOME_STARTED: "started", pb.PULL_OUTCOME_PRESENT: "present"}
-"""Outcome of a pull as metrics name it; everything else is `refused`."""
+"""Names of a pull's outcomes in metrics; any other is `refused`."""
 
 # grpc.health.v1 by hand: one string field out, one enum field back; vLLM need not install grpcio-health-checking.
 _HEALTH_METHOD = "/grpc.health.v1.Health/Check"
@@ -93,7 +93,7 @@ _Method: TypeAlias = Callable[
 
 
 class KVSidecarClient:
-    """For the gateway and the turn middleware. Connects at the first call, in whichever event loop runs then."""
+    """For the gateway and the turn middleware. Connects at the first call, in the event loop of that call."""
 
     def __init__(self, address: str, *, timeout_s: float = 2.0, tls: WatchedTls | None = None) -> None:
         """`address` is `host:port` or `unix:///path`; `timeout_s` bounds each call beyond what it asks to wait."""
@@ -101,21 +101,21 @@ class KVSidecarClient:
         self._timeout_s = timeout_s
 
     async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
-        """Return whether the manifest became durable within `timeout_ms`, and if it never will, why."""
+        """Return whether the manifest became durable within `timeout_ms`, and the reason if it never will."""
         request = pb.WaitSealedRequest(tenant=tenant, cache_ref=cache_ref, timeout_ms=timeout_ms)
-        answer = await self._call(self._stub().WaitSealed, request, self._timeout_s + timeout_ms / 1000)
+        answer = await self._call(self._stub().WaitSealed, request, wait_ms=timeout_ms)
         return SaveOutcome(answer.sealed, answer.reason)
 
     async def get_manifest(self, tenant: TenantId, cache_ref: CacheRef) -> tuple[Manifest, str]:
         """Return the manifest, without its files, and the tier that would serve most of it. Raises CacheRefNotFound."""
         request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
-        answer = await self._call(self._stub().GetManifest, request, self._timeout_s)
+        answer = await self._call(self._stub().GetManifest, request)
         return value_of(Manifest, answer.manifest), TIER_NAMES.get(answer.tier, "none")
 
     async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
         """Move the expiry of a session's manifests; return how many."""
         request = pb.TouchContextRequest(tenant=tenant, session_id=session_id, expires_at_ms=expires_at_ms)
-        answer = await self._call(self._stub().TouchContext, request, self._timeout_s)
+        answer = await self._call(self._stub().TouchContext, request)
         return answer.num_manifests
 
     async def fork_context(
@@ -127,11 +127,11 @@ class KVSidecarClient:
         cache_ref: CacheRef,
         expires_at_ms: int,
     ) -> ForkedKV | None:
-        """Give a new context the KV of the first source that is there; None: none is. Raises ContextDeleted."""
+        """Give a new context the KV of the first source that is here, or return None. Raises ContextDeleted."""
         request = pb.ForkContextRequest(
             tenant=tenant, sources=sources, session_id=session_id, cache_ref=cache_ref, expires_at_ms=expires_at_ms
         )
-        answer = await self._call(self._stub().ForkContext, request, self._timeout_s)
+        answer = await self._call(self._stub().ForkContext, request)
         return ForkedKV(answer.size_bytes, TIER_NAMES.get(answer.tier, "none")) if answer.forked else None
 
     async def delete_context(
@@ -139,27 +139,24 @@ class KVSidecarClient:
     ) -> int:
         """Delete all KV of a session, or of these refs; return the bytes freed on disk."""
         request = pb.DeleteContextRequest(tenant=tenant, session_id=session_id, cache_refs=cache_refs)
-        answer = await self._call(self._stub().DeleteContext, request, self._timeout_s)
+        answer = await self._call(self._stub().DeleteContext, request)
         return answer.freed_bytes
 
     async def pull_context(self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, peer: str) -> str:
         """Have this sidecar fetch KV from a peer in the background; return `started`, `present` or `refused`."""
         request = pb.PullContextRequest(tenant=tenant, cache_refs=cache_refs, peer=peer)
-        answer = await self._call(self._stub().PullContext, request, self._timeout_s)
+        answer = await self._call(self._stub().PullContext, request)
         return PULL_OUTCOMES.get(answer.outcome, "refused")
 
     async def read_ahead(self, tenant: TenantId, cache_refs: Sequence[CacheRef]) -> None:
-        """Have the first of these that is sealed brought into memory; returns once it is."""
-        await self._call(
-            self._stub().ReadAhead, pb.ReadAheadRequest(tenant=tenant, cache_refs=cache_refs), self._timeout_s
-        )
+        """Bring the first sealed one of these into memory."""
+        await self._call(self._stub().ReadAhead, pb.ReadAheadRequest(tenant=tenant, cache_refs=cache_refs))
 
     async def load_report(self, request_id: str, *, timeout_ms: int) -> LoadedKV | None:
-        """Return what the connector did for a request, or None when no report came within `timeout_ms`."""
+        """Return the KV that the connector loaded for a request, or None without a report within `timeout_ms`."""
         request = pb.GetLoadReportRequest(request_id=request_id, timeout_ms=timeout_ms)
-        timeout_s = self._timeout_s + timeout_ms / 1000
         try:
-            answer = await self._call(self._stub().GetLoadReport, request, timeout_s)
+            answer = await self._call(self._stub().GetLoadReport, request, wait_ms=timeout_ms)
         except CacheRefNotFound:
             return None
         report = answer.report
@@ -174,19 +171,19 @@ class KVSidecarClient:
         )
 
     async def tenant_usage(self, tenant: TenantId) -> pb.GetTenantUsageResponse:
-        """Return the bytes a tenant has here, and the most it may have (0: no limit)."""
-        return await self._call(self._stub().GetTenantUsage, pb.GetTenantUsageRequest(tenant=tenant), self._timeout_s)
+        """Return the bytes of a tenant here and their limit (0: none)."""
+        return await self._call(self._stub().GetTenantUsage, pb.GetTenantUsageRequest(tenant=tenant))
 
     async def list_kept(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
-        """Return the KV of a tenant's plain requests, or of one conversation, what was used last first."""
+        """Return the KV of a tenant's plain requests, or of one conversation, most recently used first."""
         request = pb.ListKeptRequest(tenant=tenant, group=group)
-        answer = await self._call(self._stub().ListKept, request, self._timeout_s)
+        answer = await self._call(self._stub().ListKept, request)
         return [value_of(KeptGroup, found) for found in answer.groups]
 
     async def stats(self, *, beginnings_after: int = 0) -> pb.StatsResponse:
-        """Return contexts, blocks and bytes by tier, and what was asked for since `beginnings_end` of an answer."""
+        """Return contexts, blocks and bytes by tier, and beginnings after `beginnings_end` of a former answer."""
         request = pb.StatsRequest(beginnings_after=beginnings_after)
-        return await self._call(self._stub().Stats, request, self._timeout_s)
+        return await self._call(self._stub().Stats, request)
 
     async def is_serving(self) -> bool:
         """Return whether the sidecar says it serves; never raises."""
@@ -204,7 +201,9 @@ class KVSidecarClient:
     def _stub(self) -> pb_grpc.KVSidecarServiceAsyncStub:
         return pb_grpc.KVSidecarServiceStub(self._connection.channel())
 
-    async def _call(self, method: Callable[..., Awaitable[Answer]], request: Any, timeout_s: float) -> Answer:
+    async def _call(self, method: Callable[..., Awaitable[Answer]], request: Any, *, wait_ms: int = 0) -> Answer:
+        """Make a call that waits in the sidecar for `wait_ms`. Raises ContextCacheError."""
+        timeout_s = self._timeout_s + wait_ms / 1000
         with _client_span(request):
             try:
                 return await within(method(request, timeout=timeout_s, metadata=trace_metadata()), timeout_s)
@@ -214,7 +213,7 @@ class KVSidecarClient:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
-                # Nobody cancels us: it is how grpc.aio tells a call whose channel somebody else has closed.
+                # Without a cancel of this task: grpc.aio so ends a call whose channel was closed.
                 raise SidecarUnavailable("the connection to the sidecar is closed", retry_after_s=1) from exc
 
 

@@ -1,4 +1,4 @@
-"""KVSidecarService: messages in, catalog calls, messages out. No decision is made here."""
+"""gRPC service of one sidecar: a message becomes a call, its result a message. Decides nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from contextcache.wire.messages import message_of, value_of
 from contextcache.wire.rpc import FRAME_BYTES
 from contextcache.wire.servers import GrpcServer, plain_server
 from contextcache.wire.tracing import NO_TRACER, Tracer
-from kv_sidecar.client import SERVICE_NAME
+from kv_sidecar.client import SERVICE_NAME, TIER_NAMES
 from kv_sidecar.forking import NewFork
 from kv_sidecar.format.ids import check_fingerprint, unpack_token_ids
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE
@@ -30,7 +30,7 @@ from kv_sidecar.saves import FailedSave, MoreTokens, NewSave
 from kv_sidecar.sealed.matching import ASK_S, PrefixQuestion
 from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.tiers.memory_store import Place
-from kv_sidecar.tiers.store import BLOCK_BYTES_MAX, TierUsage
+from kv_sidecar.tiers.store import BLOCK_BYTES_MAX
 from kv_sidecar.tiers.tiers import FetchedBlock
 
 log = logging.getLogger(__name__)
@@ -44,23 +44,13 @@ MAX_ASK_S = 2.0
 MAX_LENT_AT_ONCE = 4_096
 MAX_MORE = 4_095
 """Files in slots that one message names besides the first. 4 096 entries of about 100 bytes stay below gRPC's limit."""
-TIERS: dict[str, pb.Tier.ValueType] = {
-    "host": pb.TIER_HOST,
-    "disk": pb.TIER_DISK,
-    "peer": pb.TIER_PEER,
-    "object": pb.TIER_OBJECT,
-}
-PULL_OUTCOMES: dict[str, pb.PullOutcome.ValueType] = {
-    "started": pb.PULL_OUTCOME_STARTED,
-    "present": pb.PULL_OUTCOME_PRESENT,
-    "refused": pb.PULL_OUTCOME_REFUSED,
-}
+TIERS = {name: number for number, name in TIER_NAMES.items()}
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
-    """The gRPC face of one Sidecar."""
+    """Serves one Sidecar."""
 
     def __init__(self, sidecar: Sidecar) -> None:
         self._sidecar = sidecar
@@ -162,8 +152,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def AbandonSave(self, request: pb.AbandonSaveRequest, context: Context) -> pb.AbandonSaveResponse:
-        failed = FailedSave(request.tenant, request.cache_ref, request.reason, request.started_at_ms)
-        await self._catalog.give_up_save(failed)
+        await self._catalog.give_up_save(value_of(FailedSave, request))
         return pb.AbandonSaveResponse()
 
     @override
@@ -258,14 +247,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def ForkContext(self, request: pb.ForkContextRequest, context: Context) -> pb.ForkContextResponse:
-        new = NewFork(
-            tenant=request.tenant,
-            session_id=request.session_id,
-            cache_ref=request.cache_ref,
-            sources=tuple(request.sources),
-            expires_at_ms=request.expires_at_ms,
-        )
-        record = await self._catalog.fork(new)
+        record = await self._catalog.fork(value_of(NewFork, request))
         if record is None:
             return pb.ForkContextResponse()
         return pb.ForkContextResponse(
@@ -305,7 +287,9 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     async def PullContext(self, request: pb.PullContextRequest, context: Context) -> pb.PullContextResponse:
         wanted = Wanted(request.tenant, tuple(request.cache_refs), request.peer, request.timeout_ms / 1000)
         reply = self._sidecar.pulls.start(wanted)
-        return pb.PullContextResponse(outcome=PULL_OUTCOMES[reply.outcome], reason=reply.reason)
+        return pb.PullContextResponse(
+            outcome=pb.PullOutcome.Value(f"PULL_OUTCOME_{reply.outcome.upper()}"), reason=reply.reason
+        )
 
     @override
     async def GetTenantUsage(self, request: pb.GetTenantUsageRequest, context: Context) -> pb.GetTenantUsageResponse:
@@ -320,7 +304,8 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     @override
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         beginnings, end = self._sidecar.prefixes.beginnings.since(request.beginnings_after)
-        tiers = [_tier_stats("host", self._sidecar.memory.usage()), _tier_stats("disk", self._sidecar.disk.usage())]
+        usage = {"host": self._sidecar.memory.usage(), "disk": self._sidecar.disk.usage()}
+        tiers = [message_of(pb.TierStats, found, tier=TIERS[tier]) for tier, found in usage.items()]
         return pb.StatsResponse(
             num_contexts=self._catalog.num_contexts,
             tiers=tiers,
@@ -367,12 +352,3 @@ def _frames(block: FetchedBlock) -> Iterator[pb.LoadBlocksResponse]:
             last_frame=start + FRAME_BYTES >= len(view),
             checksum=block.vouched,
         )
-
-
-def _tier_stats(name: str, usage: TierUsage) -> pb.TierStats:
-    return pb.TierStats(
-        tier=TIERS[name],
-        num_blocks=usage.num_blocks,
-        size_bytes=usage.size_bytes,
-        limit_bytes=usage.limit_bytes,
-    )
