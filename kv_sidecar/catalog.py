@@ -12,16 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, Literal, TypeVar
 
-from contextcache.clock import Clock
 from contextcache.errors import (
     CacheRefNotFound,
     CacheRefPending,
     ContextCacheError,
-    CorruptBlock,
     InvalidRequest,
     SidecarUnavailable,
     StorageFull,
@@ -35,17 +34,17 @@ from kv_sidecar.format.ids import BlockKey, require_fingerprint
 from kv_sidecar.format.manifest import all_keys, block_key, num_files, rank_keys
 from kv_sidecar.keeping import Keeping
 from kv_sidecar.leases import Leases, LeaseTerms
-from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.reclaim import Removed, Retention
+from kv_sidecar.runtime import Runtime
 from kv_sidecar.saves import CatalogLimits, FailedSave, MoreTokens, NewSave
 from kv_sidecar.saving import PreparedSave, Saving
 from kv_sidecar.sealed.index import ManifestRecord, RecentNames
 from kv_sidecar.sealed.manifests import SealedManifests
 from kv_sidecar.sealed.matching import PrefixMatches, PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found
-from kv_sidecar.tiers.memory_store import LentSlot, Place
-from kv_sidecar.tiers.store import Buffer, IoThreads
-from kv_sidecar.tiers.tiers import FetchedBlock, TierName, Tiers
+from kv_sidecar.tiers.memory import LentSlot, Place
+from kv_sidecar.tiers.store import Buffer
+from kv_sidecar.tiers.tiers import DamagedBlock, FetchedBlock, TierName, Tiers
 
 log = logging.getLogger(__name__)
 
@@ -60,15 +59,13 @@ NOT_FOUND = "no KV under this cache_ref"
 class ContextCatalog:
     """All contexts of one sidecar. Used from one event loop."""
 
-    def __init__(  # noqa: PLR0913  # what it is made of, by name
+    def __init__(  # what it is made of, by name
         self,
         *,
         tiers: Tiers,
         manifests: SealedManifests,
-        threads: IoThreads,
-        clock: Clock,
+        runtime: Runtime,
         limits: CatalogLimits,
-        metrics: SidecarMetrics,
         on_sealed: Callable[[ManifestRecord, bool], None] | None = None,
         on_replaced: Callable[[Sequence[ManifestRecord]], None] | None = None,
     ) -> None:
@@ -79,11 +76,12 @@ class ContextCatalog:
         self._on_sealed = on_sealed or (lambda _record, _is_touch: None)
         self._on_replaced = on_replaced or (lambda _records: None)
         self._tiers = tiers
+        self._blocks = tiers.blocks
         self._manifests = manifests
-        self._threads = threads
-        self._clock = clock
+        self._threads = threads = runtime.threads
+        self._clock = clock = runtime.clock
         self._limits = limits
-        self._metrics = metrics
+        self._metrics = metrics = runtime.metrics
         self._saving = Saving(
             tiers=tiers,
             manifests=manifests,
@@ -94,13 +92,7 @@ class ContextCatalog:
             spare=self._spare,
         )
         self._forks = Forks(manifests, self._saving, clock=clock)
-        self._leases = Leases(
-            tiers.memory.pins,
-            clock=clock,
-            metrics=metrics,
-            max_leases=limits.max_leases,
-            life_ms_max=limits.lease_ms,
-        )
+        self._leases = Leases(self._blocks, runtime, max_leases=limits.max_leases, life_ms_max=limits.lease_ms)
         self._matches = PrefixMatches(
             manifests,
             threads,
@@ -113,10 +105,10 @@ class ContextCatalog:
             manifests,
             clock=clock,
             is_wanted=lambda record: self._matches.is_named(record) or self._is_leased(record),
-            size_bytes=tiers.disk.size_bytes,
+            size_bytes=tiers.blocks.stored_bytes,
         )
         self._retention = Retention(
-            disk=tiers.disk,
+            blocks=tiers.blocks,
             manifests=manifests,
             metrics=metrics,
             is_leased=self._is_leased,
@@ -145,7 +137,7 @@ class ContextCatalog:
 
     def bytes_by_tenant(self) -> Mapping[TenantId, int]:
         """Return the bytes of block files on disk that each tenant has, those being written included."""
-        return self._tiers.disk.bytes_by_tenant()
+        return self._blocks.bytes_by_tenant()
 
     def tenant_usage(self, tenant: TenantId) -> tuple[int, int]:
         """Return the bytes a tenant has on disk that would not give way for a context of its, and the most it may have.
@@ -153,7 +145,7 @@ class ContextCatalog:
         0: no limit. Raises InvalidRequest.
         """
         check_tenant(tenant)
-        used, limit = self._tiers.disk.tenant_bytes(tenant)
+        used, limit = self._blocks.tenant_bytes(tenant)
         if limit and 2 * used > limit:
             used = max(used - self._manifests.index.kept_bytes(tenant), 0)
         return used, limit
@@ -164,7 +156,9 @@ class ContextCatalog:
         Raises SidecarUnavailable for a fault that passes: what would be left out now would be lost.
         """
         await self._manifests.rebuild(
-            is_stored=self._tiers.is_stored, vouch=self._know_blocks, now_ms=self._clock.now_ms()
+            is_stored=lambda key: self._blocks.stored_bytes(key) is not None,
+            vouch=self._know_blocks,
+            now_ms=self._clock.now_ms(),
         )
 
     async def prepare_save(self, new: NewSave) -> PreparedSave:
@@ -234,14 +228,14 @@ class ContextCatalog:
         try:
             save, expected = self._saving.expected(place.cache_ref, place.rank, place.block_index)
         except ContextCacheError:
-            memory.drop(slot)
+            memory.free(slot)
             raise
 
         async def take_in() -> int:
             try:
                 await self._retention.make_room(expected.tenant, slot.size_bytes, for_kept=save.is_kept)
             except BaseException:
-                memory.drop(slot)
+                memory.free(slot)
                 raise
             return await self._tiers.take_slot(slot, expected)
 
@@ -348,7 +342,7 @@ class ContextCatalog:
         record = self._live(tenant, cache_ref)
         if record is not None:
             manifest = await self._manifests.read(record, again=again)
-            if manifest is not None and all(self._tiers.is_stored(key) for key in record.keys):
+            if manifest is not None and all(self._blocks.stored_bytes(key) for key in record.keys):
                 self._manifests.index.use(cache_ref)
                 return manifest
             await self._lose_unreadable(record)
@@ -389,7 +383,7 @@ class ContextCatalog:
             keys = rank_keys(manifest, 0)
         else:
             keys = tuple(key for key in manifest.keys if key.rank == 0)
-        in_memory = sum(self._tiers.memory.size_bytes(key) is not None for key in keys)
+        in_memory = sum(self._blocks.is_in_memory(key) for key in keys)
         return "host" if 2 * in_memory > len(keys) else "disk"
 
     async def load(
@@ -402,8 +396,8 @@ class ContextCatalog:
         in_slots: bool,
         lease: LeaseTerms | None = None,
         verify: bool = False,
-    ) -> AsyncGenerator[FetchedBlock, None]:
-        """Yield verified blocks in order; they stay in place until the generator is closed, or the lease is over.
+    ) -> AsyncGenerator[Sequence[FetchedBlock], None]:
+        """Yield blocks, some at a time; slots stay in place until the generator is closed, or the lease is over.
 
         The first load of what was pulled names the peer as the tier of all its blocks.
 
@@ -417,22 +411,27 @@ class ContextCatalog:
         if len(set(block_indices)) != len(block_indices):
             raise InvalidRequest("a block index appears twice", param="block_indices")
         wanted = list(block_indices)
-        leased = None
-        if lease is not None:
-            leased = self._leases.open(lease, [block_key(manifest, index, rank) for index in wanted])
-        blocks = self._tiers.fetch(manifest, rank, wanted, in_slots=in_slots, leased=leased, verify=verify)
+        keys = [block_key(manifest, index, rank) for index in wanted]
+        is_leased = lease is not None and self._leases.open(lease, keys)
+        held = [] if is_leased or not in_slots else keys
+        self._blocks.hold(held, "lease")
+        blocks = self._tiers.fetch(manifest, rank, wanted, in_slots=in_slots, verify=verify)
         is_fresh = self._take_fresh(manifest.cache_ref, rank)
-        served = 0
         try:
-            async for block in blocks:
-                served += 1
-                yield replace(block, tier=self._pulled_from(manifest.cache_ref)) if is_fresh else block
-        except CorruptBlock:
-            await self._finish(self._lose_block(block_key(manifest, wanted[served], rank)))
+            async for together in blocks:
+                if is_fresh:
+                    yield [replace(block, tier=self._pulled_from(manifest.cache_ref)) for block in together]
+                else:
+                    yield together
+        except DamagedBlock as exc:
+            await self._finish(self._lose_block(exc.key))
             raise
         finally:
             await blocks.aclose()
+            left = self._blocks.let_go(held, "lease")
             self._tell_of_room()
+            if left:
+                await self._finish(self._free(left))
 
     def record(self, cache_ref: CacheRef) -> ManifestRecord | None:
         """Return the record of sealed KV."""
@@ -446,9 +445,9 @@ class ContextCatalog:
         """Return the manifest of a record; None when it has gone, or is bad."""
         return await self._manifests.read(record)
 
-    def block(self, key: BlockKey) -> AbstractAsyncContextManager[Buffer | None]:
-        """Lend a copy of a block file that is what was stored; None when it has gone, or is not."""
-        return self._tiers.copy(key)
+    async def block(self, key: BlockKey) -> Buffer | None:
+        """Return a copy of a stored block file; None when it has gone, or has other bytes than were stored."""
+        return await self._tiers.copy(key)
 
     async def read_ahead(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
         """Bring the first of these that is sealed here into memory, as a load is about to ask for it.
@@ -522,10 +521,8 @@ class ContextCatalog:
     def _know_blocks(self, manifest: Manifest) -> None:
         """Note whose the stored blocks are, and what their manifest vouches for. Before anything else runs."""
         keys = all_keys(manifest)
-        for key in keys:
-            self._tiers.disk.own(key, manifest.tenant)
-        for key, checksum in zip(keys, manifest.block_checksums, strict=False):
-            self._tiers.vouch(key, checksum)
+        for key, checksum in zip_longest(keys, manifest.block_checksums):
+            self._blocks.vouch(key, manifest.tenant, checksum)
 
     async def _finish(self, steps: Coroutine[Any, Any, Result]) -> Result:
         """Run `steps` to their end whoever still waits. Raises SidecarUnavailable for what the disk refused."""
@@ -584,7 +581,7 @@ class ContextCatalog:
         """Keep stored whole blocks that nobody holds for a while, or until their session is deleted."""
         now_ms = self._clock.now_ms()
         for key in keys:
-            if key.kind == "block" and self._tiers.is_stored(key):
+            if key.kind == "block" and self._blocks.stored_bytes(key):
                 self._spared.add(key, now_ms, owner=(whose.tenant, whose.session_id))
 
     async def _lose_block(self, key: BlockKey) -> None:
@@ -593,10 +590,7 @@ class ContextCatalog:
         The other blocks of those contexts go too: what spoilt one may have spoilt more, and sending them again costs
         less than reading them all to find out.
         """
-        try:
-            await self._tiers.put_aside(key)
-        except OSError:
-            log.warning("block quarantine failed", extra={"block": key.file_name}, exc_info=True)
+        await self._tiers.put_aside(key)
         await self._free(_keys_of(await self._lose(lambda: self._manifests.index.holders(key))))
 
     async def _delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
@@ -646,17 +640,17 @@ class ContextCatalog:
         return Removed(len(records), await self._free(_keys_of(records)))
 
     def _orphans(self) -> list[BlockKey]:
-        return [key for key in self._tiers.all_keys() if not self._is_wanted(key)]
+        return [key for key in self._blocks.garbage(self._clock.now_ms()) if not self._is_wanted(key)]
 
     async def _free(self, keys: Sequence[BlockKey]) -> int:
         return await self._tiers.free(keys, wanted=self._is_wanted)
 
     def _is_leased(self, record: ManifestRecord) -> bool:
-        return any(self._leases.holds(key) for key in record.keys)
+        return self._blocks.is_leased(record.keys)
 
     def _is_wanted(self, key: BlockKey) -> bool:
         is_held = self._manifests.index.is_held(key) or self._saving.is_pinned(key)
-        return is_held or key in self._spared or self._leases.holds(key)
+        return is_held or key in self._spared
 
 
 def _keys_of(records: Sequence[ManifestRecord]) -> list[BlockKey]:

@@ -1,35 +1,33 @@
-"""Leases on KV: what a load was promised stays, in memory and on disk, until the engine says that it is done.
+"""Leases on KV: a load's blocks stay in memory and on disk until the engine ends the load, or until a deadline.
 
-A lease that nobody ends is over at its deadline. Pure but for the memory tier's pins; used from one event loop.
+Used from one event loop.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from contextcache.clock import Clock
 from contextcache.errors import InvalidRequest
+from kv_sidecar.blocks import Blocks
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.tiers.memory_store import Pins
+from kv_sidecar.runtime import Runtime
 
 _LEASE_ID = re.compile(r"[0-9a-z]{16,64}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """What an engine asks for with a load."""
+    """Lease that an engine asks for with a load."""
 
     lease_id: str
-    """Unguessable, of the engine's making."""
+    """Unguessable, made by the engine."""
     life_ms: int
-    """After that the lease is over, ended or not."""
+    """Time after which the lease expires."""
 
     def check(self) -> None:
-        """Raise InvalidRequest for a field that cannot be."""
+        """Raise InvalidRequest for a field with an illegal value."""
         if not _LEASE_ID.fullmatch(self.lease_id):
             raise InvalidRequest("a lease id must have 16 to 64 letters and digits", param="lease_id")
         if self.life_ms < 1:
@@ -38,65 +36,46 @@ class LeaseTerms:
 
 @dataclass(slots=True)
 class _Lease:
-    """One load's."""
-
-    deadline_ms: int
-    pins: Pins
+    deadline_ms: int = 0
     keys: set[BlockKey] = field(default_factory=set)
 
 
 class Leases:
     """At most `max_leases`, each for at most `life_ms_max`."""
 
-    def __init__(
-        self,
-        pins: Callable[[], Pins],
-        *,
-        clock: Clock,
-        metrics: SidecarMetrics,
-        max_leases: int,
-        life_ms_max: int,
-    ) -> None:
-        """`pins` makes an empty set of pins in the memory tier."""
-        self._pins = pins
-        self._clock = clock
-        self._metrics = metrics
+    def __init__(self, blocks: Blocks, runtime: Runtime, *, max_leases: int, life_ms_max: int) -> None:
+        self._blocks = blocks
+        self._clock = runtime.clock
+        self._metrics = runtime.metrics
         self._max_leases = max_leases
         self._life_ms_max = life_ms_max
         self._leases: dict[str, _Lease] = {}
-        self._holders: Counter[BlockKey] = Counter()
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def holds(self, key: BlockKey) -> bool:
-        """Return whether a block is under lease: it is neither freed nor evicted."""
-        return key in self._holders
+    def open(self, terms: LeaseTerms, keys: Iterable[BlockKey]) -> bool:
+        """Put blocks under a lease; False when there are too many leases already.
 
-    def open(self, terms: LeaseTerms, keys: Iterable[BlockKey]) -> Pins | None:
-        """Put blocks under a lease and return its pins; None when there are too many leases already.
-
-        An id that is known gets these blocks too, and its time anew. Raises InvalidRequest.
+        A known id gets these blocks too, and its time anew. Raises InvalidRequest.
         """
         terms.check()
-        lease = self._leases.get(terms.lease_id)
-        if lease is None:
-            if len(self._leases) >= self._max_leases:
-                self._metrics.leases.labels("refused").inc()
-                return None
-            lease = self._leases[terms.lease_id] = _Lease(0, self._pins())
+        if terms.lease_id not in self._leases and len(self._leases) >= self._max_leases:
+            self._metrics.leases.labels("refused").inc()
+            return False
+        lease = self._leases.setdefault(terms.lease_id, _Lease())
         lease.deadline_ms = self._clock.now_ms() + min(terms.life_ms, self._life_ms_max)
         fresh = set(keys) - lease.keys
         lease.keys |= fresh
-        self._holders.update(fresh)
-        return lease.pins
+        self._blocks.hold(fresh, "lease")
+        return True
 
     def end(self, lease_id: str) -> list[BlockKey]:
-        """End a lease; return its blocks, some of which nobody may want any more. Harmless when there is none."""
+        """End a lease; return the blocks without a reference: the caller frees them. Idempotent."""
         return self._end(lease_id, "ended")
 
     def expire(self) -> list[BlockKey]:
-        """End the leases whose time is over; return their blocks."""
+        """End the leases past their deadline; return the blocks without a reference."""
         now_ms = self._clock.now_ms()
         over = [lease_id for lease_id, lease in self._leases.items() if lease.deadline_ms <= now_ms]
         return [key for lease_id in over for key in self._end(lease_id, "expired")]
@@ -105,10 +84,5 @@ class Leases:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return []
-        lease.pins.close()
         self._metrics.leases.labels(how).inc()
-        for key in lease.keys:
-            self._holders[key] -= 1
-            if not self._holders[key]:
-                del self._holders[key]
-        return list(lease.keys)
+        return self._blocks.let_go(lease.keys, "lease")

@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter as Counted
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from typing_extensions import override
 
+from contextcache.model import TenantId
 from contextcache.process.metrics import CertificateMetrics
-from kv_sidecar.quota import TenantBytes
-from kv_sidecar.tiers.store import TierUsage
+from kv_sidecar.blocks import TierUsage
 
 TIERS = ("host", "disk")
 IO_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 PULL_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+_OTHERS = ""
+"""Label of all tenants that are not shown by name; no tenant has this one."""
+
+
+class TenantBytes(Collector):
+    """A gauge whose labels come and go together. The collector's pass writes it, a scrape reads it."""
+
+    def __init__(self, name: str, text: str, *, registry: CollectorRegistry) -> None:
+        self._name, self._text = name, text
+        self._shown: dict[TenantId, int] = {}
+        registry.register(self)
+
+    def show(self, found: Mapping[TenantId, int], *, tenants_max: int) -> None:
+        """Show the `tenants_max` largest by name and the rest together; 0: all together."""
+        largest = Counted(found).most_common(tenants_max) if tenants_max else []
+        shown = dict(largest)
+        rest = sum(found.values()) - sum(shown.values())
+        if rest or len(found) > len(shown):
+            shown[_OTHERS] = rest
+        self._shown = shown
+
+    @override
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the gauge as it was last shown."""
+        family = GaugeMetricFamily(self._name, self._text, labels=("tenant",))
+        for tenant, size_bytes in self._shown.items():
+            family.add_metric((tenant,), size_bytes)
+        yield family
 
 
 class SidecarMetrics:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from contextcache.errors import StorageFull
 from contextcache.model import TenantId
+from kv_sidecar.blocks import Blocks, Shortage
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.sealed.index import ManifestRecord
 from kv_sidecar.sealed.manifests import SealedManifests
-from kv_sidecar.tiers.disk_store import DiskStore, Shortage
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Retention:
     def __init__(
         self,
         *,
-        disk: DiskStore,
+        blocks: Blocks,
         manifests: SealedManifests,
         metrics: SidecarMetrics,
         is_leased: Callable[[ManifestRecord], bool],
@@ -58,7 +58,7 @@ class Retention:
 
         `free` removes those of the given blocks that nobody wants; `guarantee_bytes` 0: nobody has one.
         """
-        self._disk = disk
+        self._blocks = blocks
         self._manifests = manifests
         self._metrics = metrics
         self._is_leased = is_leased
@@ -73,8 +73,8 @@ class Retention:
         `for_kept`: only kept KV goes. Raises StorageFull when that is too little.
         """
         await self.make_share(tenant, size_bytes, for_kept=for_kept)
-        await self._make(lambda: self._disk.shortage(size_bytes), self._kept if for_kept else self._all, tenant)
-        if for_kept and not self._disk.shortage(size_bytes).is_over:
+        await self._make(lambda: self._blocks.shortage(size_bytes), self._kept if for_kept else self._all, tenant)
+        if for_kept and not self._blocks.shortage(size_bytes).is_over:
             raise StorageFull("contexts use all the room on this disk")
 
     async def make_share(self, tenant: TenantId, size_bytes: int, *, for_kept: bool = False) -> None:
@@ -108,7 +108,7 @@ class Retention:
             log.info("contexts evicted", extra={"num_contexts": len(victims), "freed_bytes": freed})
 
     def _over_limit(self, tenant: TenantId, size_bytes: int) -> int:
-        used, limit = self._disk.tenant_bytes(tenant)
+        used, limit = self._blocks.tenant_bytes(tenant)
         return used + size_bytes - limit if limit else 0
 
     def _kept(self) -> list[ManifestRecord]:
@@ -121,7 +121,7 @@ class Retention:
 
     def _victims(self, missing: Shortage, records: Sequence[ManifestRecord], tenant: TenantId) -> list[ManifestRecord]:
         """Return which of these to remove, the first ones first."""
-        index, used = self._manifests.index, Counter(self._disk.bytes_by_tenant())
+        index, used = self._manifests.index, Counter(self._blocks.bytes_by_tenant())
         gone: Counter[BlockKey] = Counter()
         victims: list[ManifestRecord] = []
         for record in records:
@@ -133,7 +133,7 @@ class Retention:
             victims.append(record)
             gone.update(record.keys)
             free = [key for key in record.keys if gone[key] == index.num_holders(key)]
-            freed = sum(self._disk.size_bytes(key) or 0 for key in free)
+            freed = sum(self._blocks.stored_bytes(key) or 0 for key in free)
             used[record.tenant] -= freed
             missing = Shortage(missing.size_bytes - freed, missing.num_files - len(free) - 1)  # and its manifest
         return victims

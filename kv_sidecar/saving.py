@@ -93,12 +93,12 @@ class Saving:
         missing = tuple(
             index
             for index, key in enumerate(rank_keys(manifest, new.rank))
-            if key.kind == "tail" or not self._tiers.checksum(key)
+            if key.kind == "tail" or not self._tiers.blocks.checksum(key)
         )
         try:
             save = self._admit(new, manifest)
             if missing:
-                self._tiers.disk.check_tenant(new.tenant)
+                self._tiers.blocks.check_tenant(new.tenant)
         except ContextCacheError as exc:
             self._refuse(new, exc)
             raise
@@ -168,7 +168,7 @@ class Saving:
         save = self._saves.get(cache_ref)
         if save is None:
             raise self._no_save(cache_ref)
-        stored = all(self._tiers.checksum(key) for key in rank_keys(save.manifest, rank))
+        stored = all(self._tiers.blocks.checksum(key) for key in rank_keys(save.manifest, rank))
         if rank not in save.prepared or save.early or not stored:
             raise SaveIncomplete("a block of this rank is missing")
         save.sealed.add(rank)
@@ -228,7 +228,9 @@ class Saving:
             return None
         ranks = range(whole.world_size)
         blocks = takewhile(lambda index: whole.files[index].kind == "block", range(num_files(whole)))
-        here = takewhile(lambda i: all(self._tiers.checksum(block_key(whole, i, rank)) for rank in ranks), blocks)
+        here = takewhile(
+            lambda i: all(self._tiers.blocks.checksum(block_key(whole, i, rank)) for rank in ranks), blocks
+        )
         if not (num_here := len(list(here))):
             return None
         end = whole.files[num_here - 1].end_token
@@ -367,8 +369,8 @@ class Saving:
     def _vouched(self, manifest: Manifest) -> Manifest:
         """Return a manifest with the sizes and checksums of its files. Raises SaveIncomplete when one is not here."""
         keys = all_keys(manifest)
-        sizes = [self._tiers.stored_bytes(key) or 0 for key in keys]
-        checksums = tuple(self._tiers.checksum(key) or "" for key in keys)
+        sizes = [self._tiers.blocks.stored_bytes(key) or 0 for key in keys]
+        checksums = tuple(self._tiers.blocks.checksum(key) or "" for key in keys)
         if not all(sizes) or not all(checksums):
             raise SaveIncomplete("a block of this save is missing")
         return replace(manifest, size_bytes=sum(sizes), block_checksums=checksums)

@@ -29,7 +29,7 @@ from kv_sidecar.resolve import Question
 from kv_sidecar.saves import FailedSave, MoreTokens, NewSave
 from kv_sidecar.sealed.matching import ASK_S, PrefixQuestion
 from kv_sidecar.sidecar import Sidecar
-from kv_sidecar.tiers.memory_store import Place
+from kv_sidecar.tiers.memory import Place
 from kv_sidecar.tiers.store import BLOCK_BYTES_MAX
 from kv_sidecar.tiers.tiers import FetchedBlock
 
@@ -42,8 +42,6 @@ MAX_WAIT_REPORT_MS = 1_000
 MAX_WAIT_SLOT_MS = 1_000
 MAX_ASK_S = 2.0
 MAX_LENT_AT_ONCE = 4_096
-MAX_MORE = 4_095
-"""Files in slots that one message names besides the first. 4 096 entries of about 100 bytes stay below gRPC's limit."""
 TIERS = {name: number for number, name in TIER_NAMES.items()}
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -218,20 +216,15 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             lease=LeaseTerms(request.lease_id, request.lease_ms) if request.lease_id else None,
             verify=request.verify,
         )
-        together = pb.LoadBlocksResponse()
         try:
-            async for block in blocks:
-                if block.slot is None:
-                    for frame in _frames(block):
+            async for together in blocks:
+                if together[0].slot is None:
+                    for frame in (frame for block in together for frame in _frames(block)):
                         yield frame
                     continue
-                if not together.last_frame:
-                    together = _in_slot(block)
-                else:
-                    together.more.append(_in_slot(block))
-                if not block.is_followed or len(together.more) >= MAX_MORE:
-                    yield together
-                    together = pb.LoadBlocksResponse()
+                first, *more = map(_in_slot, together)
+                first.more.extend(more)
+                yield first
         finally:
             await blocks.aclose()
 
@@ -304,7 +297,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     @override
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         beginnings, end = self._sidecar.prefixes.beginnings.since(request.beginnings_after)
-        usage = {"host": self._sidecar.memory.usage(), "disk": self._sidecar.disk.usage()}
+        usage = {"host": self._sidecar.blocks.memory_usage(), "disk": self._sidecar.blocks.usage()}
         tiers = [message_of(pb.TierStats, found, tier=TIERS[tier]) for tier, found in usage.items()]
         return pb.StatsResponse(
             num_contexts=self._catalog.num_contexts,

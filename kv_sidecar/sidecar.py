@@ -17,6 +17,7 @@ from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from contextcache.names import CACHE_REF_PATTERN, prompt_ref
 from contextcache.process.reloaded import read_bounded
 from kv_sidecar.accounts import LoadReports, UsageMeter
+from kv_sidecar.blocks import Blocks
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.metrics import SidecarMetrics
@@ -42,8 +43,8 @@ from kv_sidecar.store.objects import ObjectStore
 from kv_sidecar.store.writer import SharedTier
 from kv_sidecar.tiers.arena import SUFFIX, ArenaDoor
 from kv_sidecar.tiers.data_directory import DataDirectory
-from kv_sidecar.tiers.disk_store import DiskStore
-from kv_sidecar.tiers.memory_store import MemoryStore
+from kv_sidecar.tiers.disk import Disk
+from kv_sidecar.tiers.memory import Memory
 from kv_sidecar.tiers.store import BLOCK_BYTES_MAX, IoThreads
 from kv_sidecar.tiers.tiers import Tiers
 
@@ -84,29 +85,20 @@ class Sidecar:
         self.runtime = Runtime(clock, self.metrics, self.threads)
         self.tls = self.metrics.certificates.open_tls(settings.tls)
         self.directory = directory or DataDirectory(settings.data_dir)
-        self.disk = DiskStore(
-            self.directory,
-            limit_bytes=settings.disk_limit_bytes,
-            tenant_limit_bytes=settings.tenant_limit_bytes,
-            block_bytes_max=BLOCK_BYTES_MAX,
+        self.disk = Disk(self.directory, block_bytes_max=BLOCK_BYTES_MAX)
+        self.memory = Memory(limit_bytes=settings.memory_bytes())
+        self.blocks = Blocks(
+            self.memory, limit_bytes=settings.disk_limit_bytes, tenant_limit_bytes=settings.tenant_limit_bytes
         )
-        self.memory = MemoryStore(limit_bytes=settings.memory_bytes())
         self.door: ArenaDoor | None = None
         """Where engines get the arena; None: they send frames."""
-        self.tiers = Tiers(
-            disk=self.disk,
-            memory=self.memory,
-            threads=self.threads,
-            metrics=self.metrics,
-        )
+        self.tiers = Tiers(blocks=self.blocks, disk=self.disk, memory=self.memory, runtime=self.runtime)
         manifests = ManifestStore(self.directory)
         self.catalog = ContextCatalog(
             tiers=self.tiers,
             manifests=SealedManifests(manifests, self.threads),
-            threads=self.threads,
-            clock=clock,
+            runtime=self.runtime,
             limits=settings.limits(),
-            metrics=self.metrics,
             on_sealed=self._write_soon,
             on_replaced=self._replaced,
         )
@@ -121,7 +113,6 @@ class Sidecar:
         self._pull_slots = asyncio.Semaphore(STREAMS_MAX)
         """Apart from those of saves: a peer that hangs in the middle of a block must not hold up the engine."""
         pace, unasked_slots = Pace(), asyncio.Semaphore(STREAMS_MAX)
-        """Slots apart again: what nobody waits for must not hold up what a turn pulls."""
         rules, connect = PeerRules(settings.peers), connect_peer or self._connect_peer
         store = None if self.shared is None else StoredPeer(self.shared, slots=self._pull_slots)
         self.pulls = Pulls(
@@ -161,11 +152,11 @@ class Sidecar:
         self._show_room()
 
     def _show_room(self) -> None:
-        self.metrics.watch("host", self.memory.usage)
-        self.metrics.watch("disk", self.disk.usage)
+        self.metrics.watch("host", self.blocks.memory_usage)
+        self.metrics.watch("disk", self.blocks.usage)
         self.metrics.contexts.set_function(lambda: self.catalog.num_contexts)
         self.metrics.lent_bytes.set_function(lambda: self.memory.lent_bytes)
-        self.metrics.free_inodes.set_function(self.disk.free_inodes)
+        self.metrics.free_inodes.set_function(self.blocks.free_inodes)
         if self.settings.unix_socket is not None:
             report = self.settings.unix_socket.with_name(_ENGINE_START_FILE)
             for outcome in _ENGINE_STARTS:
@@ -233,7 +224,7 @@ class Sidecar:
         found = self.catalog.bytes_by_tenant()
         self.metrics.tenant_bytes.show(found, tenants_max=TENANTS_SHOWN_MAX)
         if self._meter is not None:
-            in_memory = await self.threads.run(lambda: self.disk.tenants_of(self.memory.sizes()))
+            in_memory = await self.threads.run(self.blocks.memory_by_tenant)
             in_store = None if self._shared_collector is None else self._shared_collector.take_held()
             await self._meter.look({"memory": in_memory, "disk": found}, store_kib_s=in_store)
         return removed
@@ -371,9 +362,9 @@ class Sidecar:
 
         So it pushes nothing out, and leaves a tenant that has a limit room to save. Without `tenant` the disk's.
         """
-        usage = self.disk.usage()
+        usage = self.blocks.usage()
         room_bytes = (usage.limit_bytes or _DISK_BYTES) // 2 - usage.size_bytes
-        used_bytes, limit_bytes = self.disk.tenant_bytes(tenant) if tenant else (0, 0)
+        used_bytes, limit_bytes = self.blocks.tenant_bytes(tenant) if tenant else (0, 0)
         return min(room_bytes, limit_bytes // 2 - used_bytes) if limit_bytes else room_bytes
 
     def _orphans_of(self, manager: ManagerQuestions, manifests: ManifestStore) -> Orphans:
@@ -399,7 +390,7 @@ class Sidecar:
     def _open_stores(self) -> None:
         self.directory.on_quarantined = self.metrics.quarantined.inc
         self.directory.open()
-        self.disk.open()
+        self.blocks.open(self.disk.sizes(), self.directory.inodes())
         self.memory.open()
 
 

@@ -312,12 +312,12 @@ class SharedTier:
         await self._objects.put(holder_name(record.tenant, file_name, record.session_id), b"")
         if block.rank in absent or await self._objects.head(name) is None:
             absent.add(block.rank)
-            async with self._local.block(block) as data:
-                if data is None:
-                    raise CacheRefNotFound("the block is no longer stored")
-                await self._pace(len(data))
-                await self.stored.put(name, data, key)
-                self._metrics.store_bytes.labels("write").inc(len(data))
+            data = await self._local.block(block)
+            if data is None:
+                raise CacheRefNotFound("the block is no longer stored")
+            await self._pace(len(data))
+            await self.stored.put(name, data, key)
+            self._metrics.store_bytes.labels("write").inc(len(data))
         self._known.trust(session, file_name)
 
     def _check_not_deleted(self, record: ManifestRecord) -> None:

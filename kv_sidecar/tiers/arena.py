@@ -2,7 +2,7 @@
 
 The sidecar makes a memfd and hands its descriptor over a Unix socket beside its gRPC socket (SCM_RIGHTS); no file, no
 volume, and nothing that stays after both have died. The connection stays open for as long as the engine may touch the
-region: its end is how the sidecar learns that nobody writes to what it lent (memory_store.py has who was lent what).
+region: its end is how the sidecar learns that nobody writes to what it lent (memory.py knows the lent slots).
 """
 
 from __future__ import annotations

@@ -93,4 +93,4 @@ class SidecarPeerContract:
         async with aclosing(peer.block_files(manifest, 0, [0, 1, 2])) as files:
             (await anext(files)).release()
 
-        await until(lambda: not there.memory.has_pins, what="no block is pinned")
+        await until(lambda: not there.has_leases, what="no block is pinned")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from contextcache.errors import StorageFull
+from kv_sidecar.blocks import TierUsage
 from kv_sidecar.tiers.data_directory import MAX_QUARANTINED, DataDirectory
-from kv_sidecar.tiers.disk_store import DiskStore
-from kv_sidecar.tiers.store import TierUsage
 from tests.contract.block_store_contract import BLOCK, LIMIT_BYTES, TAIL, BlockStoreContract, numbered, read
+from tests.kit.block_tiers import DiskBlocks
 
 
 @pytest.fixture
@@ -23,23 +23,21 @@ def directory(tmp_path: Path) -> Iterator[DataDirectory]:
 
 
 @pytest.fixture
-def store(directory: DataDirectory) -> DiskStore:
+def store(directory: DataDirectory) -> DiskBlocks:
     return opened(directory)
 
 
-def opened(directory: DataDirectory) -> DiskStore:
-    store = DiskStore(directory, limit_bytes=LIMIT_BYTES)
-    store.open()
-    return store
+def opened(directory: DataDirectory) -> DiskBlocks:
+    return DiskBlocks(directory, limit_bytes=LIMIT_BYTES)
 
 
 class TestDiskStore(BlockStoreContract):
     @pytest.fixture
-    def store(self, directory: DataDirectory) -> DiskStore:
+    def store(self, directory: DataDirectory) -> DiskBlocks:
         return opened(directory)
 
 
-def test_blocks_and_tails_lie_where_the_format_says(directory: DataDirectory, store: DiskStore) -> None:
+def test_blocks_and_tails_lie_where_the_format_says(directory: DataDirectory, store: DiskBlocks) -> None:
     store.put(BLOCK, b"abc")
     store.put(TAIL, b"d")
 
@@ -47,7 +45,7 @@ def test_blocks_and_tails_lie_where_the_format_says(directory: DataDirectory, st
     assert (directory.root / "tails" / "ab" / f"ref_{'ab' * 16}.r0.safetensors").read_bytes() == b"d"
 
 
-def test_the_index_is_rebuilt_from_the_files(directory: DataDirectory, store: DiskStore) -> None:
+def test_the_index_is_rebuilt_from_the_files(directory: DataDirectory, store: DiskBlocks) -> None:
     store.put(BLOCK, b"abc")
     store.put(TAIL, b"d")
     again = opened(directory)
@@ -58,7 +56,7 @@ def test_the_index_is_rebuilt_from_the_files(directory: DataDirectory, store: Di
         again.put(numbered(1), bytes(LIMIT_BYTES - 3))
 
 
-def test_leftovers_of_any_kind_do_not_disturb_the_index(directory: DataDirectory, store: DiskStore) -> None:
+def test_leftovers_of_any_kind_do_not_disturb_the_index(directory: DataDirectory, store: DiskBlocks) -> None:
     store.put(BLOCK, b"abc")
     blocks = directory.root / "blocks"
     (blocks / "ab" / "README").write_text("x")
@@ -84,7 +82,7 @@ def test_a_second_process_is_kept_out(directory: DataDirectory) -> None:
         DataDirectory(directory.root).open()
 
 
-def test_a_file_put_aside_is_no_longer_stored_and_can_be_looked_at(directory: DataDirectory, store: DiskStore) -> None:
+def test_a_file_put_aside_is_no_longer_stored_and_can_be_looked_at(directory: DataDirectory, store: DiskBlocks) -> None:
     store.put(BLOCK, b"bad")
     store.put_aside(BLOCK)
     store.put_aside(BLOCK)
@@ -95,7 +93,7 @@ def test_a_file_put_aside_is_no_longer_stored_and_can_be_looked_at(directory: Da
     assert directory.num_quarantined == 1
 
 
-def test_quarantine_is_bounded(directory: DataDirectory, store: DiskStore) -> None:
+def test_quarantine_is_bounded(directory: DataDirectory, store: DiskBlocks) -> None:
     for number in range(MAX_QUARANTINED + 5):
         store.put(numbered(number), b"bad")
         store.put_aside(numbered(number))
@@ -112,7 +110,7 @@ def test_old_leftovers_are_removed_and_new_ones_stay(directory: DataDirectory) -
     assert [path.name for path in directory.quarantine.iterdir()] == ["new"]
 
 
-def test_a_file_somebody_removed_is_forgotten_when_it_is_read(directory: DataDirectory, store: DiskStore) -> None:
+def test_a_file_somebody_removed_is_forgotten_when_it_is_read(directory: DataDirectory, store: DiskBlocks) -> None:
     store.put(BLOCK, b"abc")
     (directory.root / "blocks" / "ab" / BLOCK.file_name).unlink()
 
@@ -151,27 +149,15 @@ def test_a_failed_write_leaves_the_old_file_the_count_and_no_rest(
     directory.close()
 
 
-def test_reads_of_one_thread_reuse_one_buffer(store: DiskStore) -> None:
+def test_a_block_that_is_put_again_is_there_all_the_time(tmp_path: Path) -> None:
+    seen: list[int | None] = []
+    directory = DataDirectory(tmp_path / "data", step=lambda _: seen.append(store.size_bytes(BLOCK)))
+    directory.open()
+    store = opened(directory)
     store.put(BLOCK, b"abc")
-    store.put(TAIL, b"d")
-    first = store.read(BLOCK)
-    second = store.read(TAIL)
-
-    assert first is not None
-    assert second is not None
-    assert first.obj is second.obj
-
-
-def test_a_block_that_is_put_again_is_there_all_the_time(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.put(BLOCK, b"abc")
-    stat, seen = Path.stat, []
-
-    def look_first(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
-        seen.append(store.size_bytes(BLOCK))
-        return stat(path, follow_symlinks=follow_symlinks)
-
-    monkeypatch.setattr(Path, "stat", look_first)
+    seen.clear()
     store.put(BLOCK, b"defg")
 
-    assert seen
-    assert None not in seen
+    assert set(seen) == {3}
+    assert store.size_bytes(BLOCK) == 4
+    directory.close()

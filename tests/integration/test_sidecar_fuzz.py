@@ -23,7 +23,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import CODE_KEY
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.server import serve
-from kv_sidecar.tiers.eviction import rounded
+from kv_sidecar.tiers.memory import rounded
 from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import BORROWER, FINGERPRINT, TENANT, SidecarUnderTest, new_save
 
@@ -308,4 +308,4 @@ def test_after_all_of_it_a_context_is_saved_and_loaded_and_nothing_is_left(doors
 
     assert rank.load(new)
     rank.close()
-    assert doors.kv.memory.has_pins is False
+    assert doors.kv.has_leases is False

@@ -96,8 +96,8 @@ async def test_what_an_engine_with_several_groups_saves_it_loads(running: Runnin
 async def test_what_is_not_in_memory_comes_from_disk(running: Running, frames: bool) -> None:
     rank = await running.rank(frames=frames)
     new = await asyncio.to_thread(rank.save, PROMPT)
-    for key in running.kv.memory.keys():  # noqa: SIM118  # no mapping
-        running.kv.memory.delete(key)
+    for key in running.kv.in_memory():  # no mapping
+        running.kv.drop_copy(key)
 
     assert (await running.client.get_manifest(TENANT, new.cache_ref))[1] == "disk"
     assert await asyncio.to_thread(rank.load, new) == {pb.TIER_DISK}
@@ -240,7 +240,7 @@ async def test_a_reader_that_leaves_early_unpins(running: Running) -> None:
     await asyncio.to_thread(next, reading)
     await asyncio.to_thread(reading.close)  # type: ignore[attr-defined]  # a generator
 
-    await until(lambda: not running.kv.memory.has_pins, what="no block is pinned")
+    await until(lambda: not running.kv.has_leases, what="no block is pinned")
     rank.close()
 
 
@@ -277,12 +277,12 @@ async def test_what_is_told_of_a_load_ends_its_lease(running: Running, *, is_tak
         lease_ms=60_000,
     )
     await asyncio.to_thread(lambda: list(rank.client.load_blocks(request, DEADLINE_S)))
-    assert running.kv.memory.has_pins
+    assert running.kv.has_leases
     report = pb.LoadReport(request_id="r1" if is_taken else "", outcome=pb.LOAD_OUTCOME_LOADED)
     with nullcontext() if is_taken else pytest.raises(InvalidRequest):
         await asyncio.to_thread(lambda: rank.client.report_load(report, lease_id="a" * 32))
 
-    assert not running.kv.memory.has_pins
+    assert not running.kv.has_leases
     rank.close()
 
 

@@ -66,7 +66,7 @@ class CatalogPeer(Peer):
             in_slots=False,
         )
         async with aclosing(blocks):
-            async for block in blocks:
+            async for block in (block async for together in blocks for block in together):
                 if self.sent and self.breaks:
                     raise SidecarUnavailable("the peer is gone")
                 if not self.is_free(rank, block.block_index):

@@ -24,8 +24,7 @@ from kv_sidecar.saving import PreparedSave
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.tiers.data_directory import DataDirectory, Step
-from kv_sidecar.tiers.eviction import rounded
-from kv_sidecar.tiers.memory_store import Place
+from kv_sidecar.tiers.memory import Place, Slot, rounded
 from tests.kit.bounded_sidecar import BoundedSettings
 from tests.kit.until import until
 
@@ -127,6 +126,7 @@ class SidecarUnderTest:
         )
         self.catalog = self.sidecar.catalog
         self.disk = self.sidecar.disk
+        self.blocks = self.sidecar.blocks
         self.memory = self.sidecar.memory
         self.memory.borrowers.add(BORROWER)
 
@@ -179,7 +179,7 @@ class SidecarUnderTest:
         in_slots = self.slots if in_slots is None else in_slots
         blocks = self.catalog.load(manifest, new.fingerprint, new.rank, indices, in_slots=in_slots)
         async with aclosing(blocks):
-            async for block in blocks:
+            async for block in (block async for together in blocks for block in together):
                 expected = block_meta(manifest, block.block_index, new.rank)
                 file = parse_block_file(block.data if block.slot is None else self.memory.view(block.slot))
                 file.verify(expected)
@@ -204,8 +204,29 @@ class SidecarUnderTest:
 
         What is lent is missing too.
         """
-        found = sum(rounded(self.memory.size_bytes(key) or 0) for key in self.memory.keys())  # noqa: SIM118  # no mapping
-        return self.memory._lru.limit_bytes - self.memory._lru.free_bytes - found
+        slots = [slot for block in self.blocks if (slot := block.in_memory) is not None]
+        found = sum(rounded(slot.size_bytes) for slot in slots)
+        return rounded(self.memory.limit_bytes) - self.memory.free_bytes - found
+
+    def in_memory(self) -> list[BlockKey]:
+        """The blocks that have a copy in memory."""
+        return [block.key for block in self.blocks if block.in_memory is not None]
+
+    def slot_of(self, key: BlockKey) -> Slot | None:
+        """The slot of a block in memory."""
+        block = self.blocks.get(key)
+        return None if block is None else block.in_memory
+
+    def drop_copy(self, key: BlockKey) -> None:
+        """Have a block on disk only."""
+        block = self.blocks.get(key)
+        if block is not None:
+            self.blocks.drop_copy(block)
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether a load keeps any block in place."""
+        return any(block.refs.lease for block in self.blocks)
 
     def disk_bytes(self) -> int:
         return sum(path.stat().st_size for directory in ("blocks", "tails") for path in self._files(directory))

@@ -28,8 +28,9 @@ from contextcache.names import new_cache_ref
 from kv_sidecar.format.manifest import block_key, block_meta
 from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.saves import NewSave
-from kv_sidecar.tiers.memory_store import LentSlot, MemoryStore, Place
+from kv_sidecar.tiers.memory import LentSlot, Place
 from tests.contract.block_store_contract import BLOCK, TAIL
+from tests.kit.block_tiers import MemoryBlocks
 from tests.kit.kv_blocks import BORROWER, SESSION, TENANT, SidecarUnderTest, block_file_bytes, new_save
 
 PROMPT = tuple(range(12))
@@ -41,45 +42,43 @@ PLACE = Place(new_cache_ref(), 0, 0)
 
 
 @pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    store = MemoryStore(limit_bytes=LIMIT_BYTES)
-    store.open()
-    store.borrowers |= {"one", "other"}
+def store() -> Iterator[MemoryBlocks]:
+    store = MemoryBlocks(LIMIT_BYTES)
+    store.memory.borrowers |= {"one", "other"}
     yield store
-    store.close()
+    store.memory.close()
 
 
-def lend(store: MemoryStore, size_bytes: int, *, borrower: str = "one") -> LentSlot:
-    lent = store.lend(borrower, PLACE, size_bytes)
+def lend(store: MemoryBlocks, size_bytes: int, *, borrower: str = "one") -> LentSlot:
+    lent = store.memory.lend(borrower, PLACE, size_bytes)
     assert lent is not None
     return lent
 
 
-def test_half_of_the_region_is_lent_at_most(store: MemoryStore) -> None:
+def test_half_of_the_region_is_lent_at_most(store: MemoryBlocks) -> None:
     lend(store, 640)
 
-    assert store.lend("other", PLACE, 385) is None
+    assert store.memory.lend("other", PLACE, 385) is None
     lend(store, 384)
-    assert store.lend("one", PLACE, 1) is None
+    assert store.memory.lend("one", PLACE, 1) is None
     store.put(BLOCK, bytes(LIMIT_BYTES // 2))
 
 
-def test_what_another_life_of_the_sidecar_lent_is_not_taken_for_a_slot_of_this_one(store: MemoryStore) -> None:
+def test_what_another_life_of_the_sidecar_lent_is_not_taken_for_a_slot_of_this_one(store: MemoryBlocks) -> None:
     """Seen failing when ids began at one: a slot that somebody was writing to was taken, and lent again."""
-    before = MemoryStore(limit_bytes=LIMIT_BYTES)
-    before.open()
-    before.borrowers.add("one")
+    before = MemoryBlocks(LIMIT_BYTES)
+    before.memory.borrowers.add("one")
     old, new = lend(before, 640), lend(store, 640)
 
-    assert store.hand_over(old.slot_id, PLACE) is None
-    assert store.hand_over(new.slot_id, PLACE) is new.slot
-    before.close()
+    assert store.memory.hand_over(old.slot_id, PLACE) is None
+    assert store.memory.hand_over(new.slot_id, PLACE) is new.slot
+    before.memory.close()
 
 
-def test_one_file_may_be_all_of_the_region_for_which_all_blocks_leave(store: MemoryStore) -> None:
+def test_one_file_may_be_all_of_the_region_for_which_all_blocks_leave(store: MemoryBlocks) -> None:
     store.put(BLOCK, bytes(700))
 
-    assert store.lend("one", PLACE, LIMIT_BYTES + 1) is None
+    assert store.memory.lend("one", PLACE, LIMIT_BYTES + 1) is None
     assert store.keys() == [BLOCK]
     lend(store, LIMIT_BYTES)
     assert store.keys() == []
@@ -87,54 +86,54 @@ def test_one_file_may_be_all_of_the_region_for_which_all_blocks_leave(store: Mem
         store.put(BLOCK, b"a")
 
 
-def test_a_slot_comes_back_once_and_from_its_borrower_only(store: MemoryStore) -> None:
+def test_a_slot_comes_back_once_and_from_its_borrower_only(store: MemoryBlocks) -> None:
     first, second = lend(store, 64), lend(store, 64)
-    store.give_back("other", [first.slot_id, second.slot_id])
-    store.give_back("nobody", [first.slot_id])
-    assert store.lent_bytes == 128
-    store.give_back("one", [first.slot_id, first.slot_id, 999, -1])
+    store.memory.give_back("other", [first.slot_id, second.slot_id])
+    store.memory.give_back("nobody", [first.slot_id])
+    assert store.memory.lent_bytes == 128
+    store.memory.give_back("one", [first.slot_id, first.slot_id, 999, -1])
     third = lend(store, 64)
-    store.give_back("one", [first.slot_id])
+    store.memory.give_back("one", [first.slot_id])
 
-    assert (third.slot.offset, store.lent_bytes) == (first.slot.offset, 128)
+    assert (third.slot.offset, store.memory.lent_bytes) == (first.slot.offset, 128)
     assert third.slot_id not in {first.slot_id, second.slot_id}
 
 
-def test_a_borrower_that_ends_frees_what_it_has_and_not_what_it_handed_over(store: MemoryStore) -> None:
+def test_a_borrower_that_ends_frees_what_it_has_and_not_what_it_handed_over(store: MemoryBlocks) -> None:
     handed, kept, others = lend(store, 256), lend(store, 256), lend(store, 256, borrower="other")
-    store.view(handed.slot)[:] = b"h" * 256
-    slot = store.hand_over(handed.slot_id, PLACE)
+    store.memory.view(handed.slot)[:] = b"h" * 256
+    slot = store.memory.hand_over(handed.slot_id, PLACE)
     assert slot is not None
-    store.end_borrower("one")
+    store.memory.end_borrower("one")
     store.put(TAIL, b"t" * (LIMIT_BYTES - 768))
     store.put(replace(TAIL, rank=1), b"t" * 256)
     store.keep(BLOCK, slot)
 
     assert bytes(store.read(BLOCK) or b"") == b"h" * 256
-    assert store.lent_bytes == 256
-    assert store.hand_over(kept.slot_id, PLACE) is None
-    assert store.hand_over(others.slot_id, PLACE) is others.slot
+    assert store.memory.lent_bytes == 256
+    assert store.memory.hand_over(kept.slot_id, PLACE) is None
+    assert store.memory.hand_over(others.slot_id, PLACE) is others.slot
 
 
 @pytest.mark.parametrize("borrower", ["", "nobody", "ended"])
-def test_who_does_not_see_the_region_is_lent_nothing(store: MemoryStore, borrower: str) -> None:
-    store.borrowers.add("ended")
-    store.end_borrower("ended")
+def test_who_does_not_see_the_region_is_lent_nothing(store: MemoryBlocks, borrower: str) -> None:
+    store.memory.borrowers.add("ended")
+    store.memory.end_borrower("ended")
 
     with pytest.raises(SidecarUnavailable):
-        store.lend(borrower, PLACE, 64)
-    assert store.lent_bytes == 0
+        store.memory.lend(borrower, PLACE, 64)
+    assert store.memory.lent_bytes == 0
 
 
-def test_what_is_lent_is_nobody_elses_however_much_comes(store: MemoryStore) -> None:
+def test_what_is_lent_is_nobody_elses_however_much_comes(store: MemoryBlocks) -> None:
     """Seen failing: with lent slots under a name, the blocks that come take their place."""
     lent = lend(store, 640)
-    store.view(lent.slot)[:] = b"w" * 640
+    store.memory.view(lent.slot)[:] = b"w" * 640
     for number in range(40):
         store.put(replace(BLOCK, rank=number), b"x" * 320)
 
-    assert bytes(store.view(lent.slot)) == b"w" * 640
-    assert store.hand_over(lent.slot_id, PLACE) is lent.slot
+    assert bytes(store.memory.view(lent.slot)) == b"w" * 640
+    assert store.memory.hand_over(lent.slot_id, PLACE) is lent.slot
 
 
 class Disk:
@@ -270,7 +269,7 @@ async def test_a_slot_whose_file_is_refused_is_free_again(
 
     assert kv.memory.lent_bytes == kv.missing_bytes() == 0
     assert kv.block_files() == stored
-    assert set(kv.memory.keys()) <= stored
+    assert set(kv.in_memory()) <= stored
 
 
 async def test_a_block_that_is_here_already_keeps_its_first_copy_and_the_second_slot_is_free(
@@ -278,10 +277,10 @@ async def test_a_block_that_is_here_already_keeps_its_first_copy_and_the_second_
 ) -> None:
     first, second = await prepared(kv), await prepared(kv, session_id="ctx_2")
     await kv.send(first, 0)
-    copy = kv.memory._lru.get(block_key(kv.plan(first), 0, 0))
+    copy = kv.slot_of(block_key(kv.plan(first), 0, 0))
     await kv.send(second, 0)
 
-    assert kv.memory._lru.get(block_key(kv.plan(first), 0, 0)) is copy
+    assert kv.slot_of(block_key(kv.plan(first), 0, 0)) is copy
     assert kv.memory.lent_bytes == kv.missing_bytes() == 0
 
 
@@ -296,7 +295,7 @@ async def test_a_slot_of_another_place_is_refused_and_stays_its_borrowers(kv: Si
     assert await kv.catalog.take_slot(place_of(new), slot_id)
     with pytest.raises(InvalidRequest):
         await kv.catalog.take_slot(place_of(new), slot_id)
-    assert kv.memory.keys() == [block_key(kv.plan(new), 0, 0)]
+    assert kv.in_memory() == [block_key(kv.plan(new), 0, 0)]
 
 
 async def test_a_hand_over_whose_caller_has_left_is_carried_through(kv: SidecarUnderTest) -> None:
@@ -308,7 +307,7 @@ async def test_a_hand_over_whose_caller_has_left_is_carried_through(kv: SidecarU
         await taking
     await kv.sidecar.threads.idle()
 
-    assert kv.memory.keys() == [block_key(kv.plan(new), 0, 0)]
+    assert kv.in_memory() == [block_key(kv.plan(new), 0, 0)]
     assert kv.memory.lent_bytes == kv.missing_bytes() == 0
 
 
@@ -362,7 +361,7 @@ async def pinning(kv: SidecarUnderTest, lease: LeaseTerms | None) -> Any:
     other = await kv.save(tuple(range(100, 112)), session_id="ctx_2")
     manifest = await kv.catalog.open(TENANT, other.cache_ref)
     blocks = kv.catalog.load(manifest, other.fingerprint, 0, range(3), in_slots=True, lease=lease)
-    assert [(await anext(blocks)).slot is not None for _ in range(3)] == [True] * 3
+    assert [block.slot is not None for block in await anext(blocks)] == [True] * 3
     return blocks
 
 

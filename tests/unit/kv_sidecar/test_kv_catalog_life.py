@@ -5,7 +5,7 @@ import gc
 import shutil
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from contextcache.errors import (
     CorruptBlock,
     FingerprintMismatch,
     InvalidRequest,
+    StorageFull,
 )
 from contextcache.model import CacheRef, Manifest
 from contextcache.names import new_cache_ref
@@ -28,7 +29,7 @@ from kv_sidecar.reclaim import Removed
 from kv_sidecar.saves import FailedSave, NewSave
 from kv_sidecar.sealed.manifests import ManifestStore, SealedManifests
 from kv_sidecar.tiers import tiers
-from kv_sidecar.tiers.disk_store import DiskStore
+from kv_sidecar.tiers.disk import Disk
 from tests.kit.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))
@@ -57,7 +58,7 @@ async def test_deleting_the_only_context_leaves_no_byte_in_any_tier(kv: SidecarU
     assert removed == Removed(1, held_bytes)
     assert kv.disk_bytes() == 0
     assert kv.manifest_files() == set()
-    assert (kv.memory.keys(), kv.missing_bytes()) == ([], 0)
+    assert (kv.in_memory(), kv.missing_bytes()) == ([], 0)
     with pytest.raises(CacheRefNotFound):
         await kv.catalog.open(TENANT, new.cache_ref)
     assert await kv.catalog.delete(TENANT, SESSION, [new.cache_ref]) == Removed(0, 0)
@@ -346,7 +347,7 @@ async def test_a_spoilt_block_is_put_aside_and_its_contexts_are_missed(
         with pytest.raises(CorruptBlock if spoil is flip_last else CacheRefNotFound):
             await kv.load(first, in_slots=False)
 
-        assert spoilt not in kv.block_files() | set(kv.memory.keys())
+        assert spoilt not in kv.block_files() | set(kv.in_memory())
         assert [path.name for path in kv.sidecar.directory.quarantine.iterdir()] == [spoilt.file_name]
         assert kv.sidecar.directory.num_quarantined == 1
         for lost in (first, second):
@@ -363,7 +364,7 @@ async def test_a_spoilt_block_is_put_aside_and_its_contexts_are_missed(
 async def test_spared_blocks_are_collected_after_their_time(tmp_path: Path, clock: ManualClock) -> None:
     async with SidecarUnderTest(tmp_path, clock=clock, spare_ms=60_000) as kv:
         new = await kv.save(PROMPT)
-        kv.memory.delete(block_key(kv.plan(new), 0, 0))
+        kv.drop_copy(block_key(kv.plan(new), 0, 0))
         kv.path_of(block_key(kv.plan(new), 0, 0)).unlink()
         for _ in range(2):
             with pytest.raises(CacheRefNotFound):
@@ -374,7 +375,7 @@ async def test_spared_blocks_are_collected_after_their_time(tmp_path: Path, cloc
         await kv.catalog.collect()
 
         assert kv.block_files() == set()
-        assert kv.memory.keys() == []
+        assert kv.in_memory() == []
 
 
 async def test_a_missing_block_is_a_miss(tmp_path: Path, clock: ManualClock) -> None:
@@ -424,7 +425,7 @@ async def test_a_deleted_session_takes_its_spared_blocks_with_it_and_no_other_on
         await kv.catalog.delete(TENANT, SESSION, [])
 
         assert kv.block_files() == set(rank_keys(kv.plan(new), 0)[:2])
-        assert set(kv.memory.keys()) <= kv.block_files()
+        assert set(kv.in_memory()) <= kv.block_files()
 
 
 async def test_a_manifest_that_lacks_a_block_is_removed_at_the_start(tmp_path: Path, clock: ManualClock) -> None:
@@ -528,7 +529,7 @@ async def test_blocks_come_in_the_order_asked_for(kv: SidecarUnderTest) -> None:
     manifest = await kv.catalog.open(TENANT, new.cache_ref)
     blocks = kv.catalog.load(manifest, new.fingerprint, 0, [2, 0], in_slots=True)
 
-    assert [block.block_index async for block in blocks] == [2, 0]
+    assert [[block.block_index for block in together] async for together in blocks] == [[2, 0]]
 
 
 async def test_a_bad_copy_in_memory_is_dropped_when_the_engine_asks_for_a_comparison(kv: SidecarUnderTest) -> None:
@@ -536,27 +537,30 @@ async def test_a_bad_copy_in_memory_is_dropped_when_the_engine_asks_for_a_compar
     new = await kv.save(PROMPT)
     manifest = await kv.catalog.open(TENANT, new.cache_ref)
     async with aclosing(kv.catalog.load(manifest, new.fingerprint, 0, [1], in_slots=True)) as blocks:
-        bad = (await anext(blocks)).slot
+        bad = (await anext(blocks))[0].slot
         assert bad is not None
         kv.memory.view(bad)[-1] ^= 0xFF
     blocks = kv.catalog.load(manifest, new.fingerprint, 0, [1], in_slots=True, verify=True)
-    served = [(block.slot, bytes(kv.memory.view(block.slot)) if block.slot else b"") async for block in blocks]
+    ((served,),) = [together async for together in blocks]
 
-    parse_block_file(served[0][1]).verify()
-    assert served[0][0] != bad
+    assert served.slot is not None
+    parse_block_file(kv.memory.view(served.slot)).verify()
+    assert served.slot != bad
 
 
-async def test_a_context_larger_than_memory_is_served_and_the_limit_holds(tmp_path: Path, clock: ManualClock) -> None:
+async def test_a_context_larger_than_memory_has_no_slots_for_all_and_is_served_in_frames(
+    tmp_path: Path, clock: ManualClock
+) -> None:
     async with SidecarUnderTest(tmp_path, clock=clock) as kv:
         new = await kv.save(tuple(range(40)))
     async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=3 * FILE_BYTES) as kv:
         manifest = await kv.catalog.open(TENANT, new.cache_ref)
         async with aclosing(kv.catalog.load(manifest, new.fingerprint, 0, range(10), in_slots=True)) as blocks:
-            found = [(block.slot is not None, bool(block.data)) async for block in blocks]
+            with pytest.raises(StorageFull):
+                await anext(blocks)
 
-        assert sorted(found) == [(False, True)] * 7 + [(True, False)] * 3
-        assert 2 * FILE_BYTES < kv.memory.usage().size_bytes <= 3 * FILE_BYTES
-        assert len(await kv.load(new)) == 10
+        assert 2 * FILE_BYTES < kv.blocks.memory_usage().size_bytes <= 3 * FILE_BYTES
+        assert len(await kv.load(new, in_slots=False)) == 10
         assert kv.missing_bytes() == 0
 
 
@@ -566,13 +570,13 @@ async def test_blocks_stay_in_memory_until_their_reader_has_gone(tmp_path: Path,
     async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=2 * FILE_BYTES) as kv:
         manifest = await kv.catalog.open(TENANT, new.cache_ref)
         reading = kv.catalog.load(manifest, new.fingerprint, 0, [0, 1], in_slots=True)
-        assert all([(await anext(reading)).slot for _ in range(2)])
-        await kv.load(other)
+        assert all(block.slot for block in await anext(reading))
+        await kv.load(other, in_slots=False)
 
-        assert set(kv.memory.keys()) == set(rank_keys(manifest, 0))
+        assert set(kv.in_memory()) == set(rank_keys(manifest, 0))
         await reading.aclose()
         await kv.load(other)
-        assert set(kv.memory.keys()) & set(rank_keys(kv.plan(other), 0))
+        assert set(kv.in_memory()) & set(rank_keys(kv.plan(other), 0))
 
 
 async def test_a_block_that_is_asked_for_twice_is_refused_and_holds_nothing_up(
@@ -593,25 +597,23 @@ async def test_what_a_full_arena_has_no_room_for_is_read_ahead_too(
     tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen failing when such files are read when it is their turn: nobody meets at the barrier."""
-    two, read, reading = threading.Barrier(2, timeout=10), DiskStore.read, list[BlockKey]()
+    two, read_into, reading = threading.Barrier(2, timeout=10), Disk.read_into, list[BlockKey]()
 
-    def met(self: DiskStore, key: BlockKey) -> memoryview | None:
+    def met(self: Disk, key: BlockKey, room: memoryview) -> None:
         reading.append(key)
         if len(reading) <= 2:
             two.wait()
-        return read(self, key)
+        read_into(self, key, room)
 
     async with SidecarUnderTest(tmp_path, clock=clock) as kv:
         first, second = await kv.save(tuple(range(40))), await kv.save(tuple(range(50, 90)), session_id="ctx_2")
     async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=10 * FILE_BYTES) as kv:
-        kv.sidecar.tiers._prefetch_blocks = 2
         manifest = await kv.catalog.open(TENANT, first.cache_ref)
         holding = kv.catalog.load(manifest, first.fingerprint, 0, range(10), in_slots=True)
-        for _ in range(10):
-            await anext(holding)
-        monkeypatch.setattr(DiskStore, "read", met)
+        await anext(holding)
+        monkeypatch.setattr(Disk, "read_into", met)
 
-        assert await kv.load(second) == ["disk"] * 10
+        assert await kv.load(second, in_slots=False) == ["disk"] * 10
         await holding.aclose()
 
 
@@ -628,10 +630,10 @@ async def test_a_context_deleted_while_it_is_read_leaves_nothing_in_memory(
         await anext(reading)
         await kv.catalog.delete(TENANT, SESSION, [])
 
-        # What was read already is in place until the load ends.
-        with nullcontext() if together_bytes > 1 else pytest.raises(CacheRefNotFound):
-            async for _ in reading:
-                pass
-        assert (kv.memory.keys(), kv.missing_bytes()) == ([], 0)
-        assert not kv.memory.has_pins
+        # All blocks are in place until the load ends.
+        assert len(kv.block_files()) == 10
+        async for _ in reading:
+            pass
+        assert (kv.in_memory(), kv.missing_bytes()) == ([], 0)
+        assert not kv.has_leases
         assert kv.block_files() == set()

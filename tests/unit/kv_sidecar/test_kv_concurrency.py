@@ -13,7 +13,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError
 from kv_sidecar.format.manifest import all_keys
 from kv_sidecar.saves import NewSave
-from kv_sidecar.tiers.eviction import rounded
+from kv_sidecar.tiers.memory import rounded
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
 from tests.kit.seed import random_of
 
@@ -85,8 +85,8 @@ async def test_any_mixture_serves_only_right_bytes_and_ends_clean(tmp_path: Path
     async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=memory_limit_bytes, io_threads=4) as kv:
         traffic = Traffic(kv, random_of(f"mixture {memory_limit_bytes}"))
         await traffic.run(120)
-        assert kv.memory.usage().size_bytes <= rounded(memory_limit_bytes)
-        assert not kv.memory.has_pins
+        assert kv.blocks.memory_usage().size_bytes <= rounded(memory_limit_bytes)
+        assert not kv.has_leases
         clock.advance(ms=kv.settings.limits().save_deadline_ms)
         await kv.catalog.collect()
         live = {ref: await kv.catalog.open(TENANT, ref) for ref in kv.manifest_files()}
@@ -106,4 +106,4 @@ async def test_any_mixture_serves_only_right_bytes_and_ends_clean(tmp_path: Path
             await kv.catalog.delete(TENANT, f"ctx_{session}", [])
         assert kv.block_files() == set()
         assert kv.manifest_files() == set()
-        assert (kv.memory.keys(), kv.memory.lent_bytes, kv.missing_bytes()) == ([], 0, 0)
+        assert (kv.in_memory(), kv.memory.lent_bytes, kv.missing_bytes()) == ([], 0, 0)

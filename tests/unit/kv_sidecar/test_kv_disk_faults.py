@@ -21,11 +21,14 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
 from contextcache.names import KEPT_PREFIX
-from kv_sidecar.format.ids import pack_token_ids
+from kv_sidecar.blocks import FileState
+from kv_sidecar.format.ids import BlockKey, pack_token_ids
 from kv_sidecar.format.manifest import block_key, block_meta
 from kv_sidecar.saves import NewSave
 from kv_sidecar.sealed.matching import PrefixQuestion
-from kv_sidecar.tiers import data_directory, disk_store
+from kv_sidecar.tiers import data_directory
+from kv_sidecar.tiers import disk as disk_tier
+from kv_sidecar.tiers.store import Buffer
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, block_file_bytes, new_save
 
 TEN = tuple(range(10))
@@ -328,14 +331,14 @@ async def test_a_start_leaves_what_cannot_be_looked_at_or_removed(
     async with SidecarUnderTest(tmp_path) as kv:
         whole, hurt = await kv.save((50, 51, 52, 53, 54)), await kv.save(TEN)
         bad = kv.path_of(block_key(kv.plan(hurt), 0, 0))
-    real = disk_store.regular_size
+    real = disk_tier.regular_size
 
     def size(path: Path) -> int | None:
         if path == bad:
             raise OSError(errno.EIO, "injected")
         return real(path)
 
-    monkeypatch.setattr(disk_store, "regular_size", size)
+    monkeypatch.setattr(disk_tier, "regular_size", size)
     disk.break_at("unlink", errno.EIO)
 
     async with SidecarUnderTest(tmp_path, step=disk) as kv:
@@ -361,27 +364,27 @@ async def test_one_manifest_that_cannot_be_removed_does_not_keep_the_other_expir
         assert kv.block_files() == set()
 
 
-async def test_the_event_loop_never_waits_for_a_file_that_is_looked_at(
+async def test_the_event_loop_never_waits_for_a_file_that_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen failing: with one lock for both, the question for a tenant's bytes waited for the disk, and all with it."""
     looking, go_on, answered = threading.Event(), threading.Event(), threading.Event()
     async with SidecarUnderTest(tmp_path) as kv:
-        real = disk_store.regular_size
+        put = kv.disk.put
 
-        def size(path: Path) -> int | None:
+        def put_slowly(key: BlockKey, data: Buffer) -> FileState:
             looking.set()
             go_on.wait(60)
-            return real(path)
+            return put(key, data)
 
-        monkeypatch.setattr(disk_store, "regular_size", size)
+        monkeypatch.setattr(kv.disk, "put", put_slowly)
         saving = asyncio.create_task(kv.save(TEN))
         await asyncio.to_thread(looking.wait, 30)
 
         def ask() -> None:
             kv.catalog.tenant_usage(TENANT)
-            kv.disk.check_tenant(TENANT)
-            kv.disk.usage()
+            kv.blocks.check_tenant(TENANT)
+            kv.blocks.usage()
             answered.set()
 
         # In a thread of its own: were it to wait, the test would hang instead of failing.

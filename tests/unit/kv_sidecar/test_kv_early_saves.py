@@ -64,7 +64,7 @@ async def test_a_request_that_is_given_up_leaves_nothing(tmp_path: Path, slots: 
         await kv.catalog.give_up_save(FailedSave(TENANT, ref, "not_computed", 7))
 
         assert kv.block_files() == set()
-        assert kv.memory.keys() == []
+        assert kv.in_memory() == []
         assert kv.catalog.save_failure(TENANT, ref) == "not_computed"
 
 

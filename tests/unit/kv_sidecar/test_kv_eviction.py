@@ -10,25 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.tiers.eviction import Extents, Slot, SlotLru, rounded
+from kv_sidecar.tiers.memory import Extents, Memory, Slot, rounded
 
 LIMIT_BYTES = 640
 """Ten cache lines."""
 
 
-def key(number: int) -> BlockKey:
-    return BlockKey("block", f"{number:064x}", 0)
-
-
-def filled(*sizes: int, limit_bytes: int = LIMIT_BYTES) -> tuple[SlotLru, list[Slot]]:
-    lru, slots = SlotLru(limit_bytes), []
-    for number, size in enumerate(sizes):
-        slot = lru.allocate(size)
+def filled(*sizes: int, limit_bytes: int = LIMIT_BYTES) -> tuple[Memory, list[Slot]]:
+    memory, slots = Memory(limit_bytes=limit_bytes), []
+    for size in sizes:
+        slot = memory.allocate(size)
         assert slot is not None
-        lru.install(key(number), slot)
+        memory.keep(slot)
         slots.append(slot)
-    return lru, slots
+    return memory, slots
 
 
 def gaps(taken: dict[int, int]) -> list[tuple[int, int]]:
@@ -65,127 +60,122 @@ def test_a_stretch_is_the_first_gap_that_is_long_enough_and_gaps_that_touch_are_
 @pytest.mark.parametrize(
     ("limit_bytes", "size_bytes"), [(0, 1), (LIMIT_BYTES, LIMIT_BYTES + 1), (LIMIT_BYTES, 1 << 60)]
 )
-def test_what_never_fits_gets_no_room_and_makes_nobody_leave(limit_bytes: int, size_bytes: int) -> None:
-    lru, _ = filled(*[64] * (limit_bytes // 64), limit_bytes=limit_bytes)
+def test_what_never_fits_gets_no_room_and_evicts_nothing(limit_bytes: int, size_bytes: int) -> None:
+    memory, slots = filled(*[64] * (limit_bytes // 64), limit_bytes=limit_bytes)
 
-    assert lru.allocate(size_bytes) is None
-    assert len(lru) == limit_bytes // 64
+    assert memory.allocate(size_bytes) is None
+    assert all(slot.is_kept for slot in slots)
 
 
 def test_the_least_recently_used_leave_first_and_no_more_than_needed() -> None:
-    lru, slots = filled(256, 192, 192)
-    lru.pin(slots[0])
-    lru.unpin(slots[0])
+    memory, slots = filled(256, 192, 192)
+    memory.pin(slots[0])
+    memory.unpin(slots[0])
 
-    slot = lru.allocate(300)
+    slot = memory.allocate(300)
 
     assert slot is not None
-    assert (slot.offset, list(lru)) == (256, [key(0)])
+    assert (slot.offset, [slot.is_kept for slot in slots]) == (256, [True, False, False])
 
 
-@pytest.mark.parametrize("ended_by", ["", "delete", "replace"])
-def test_a_pinned_slot_is_nobody_elses_until_its_last_pin(ended_by: str) -> None:
-    """Seen failing: with `remove` freeing at once, and with `unpin` freeing at the first of two."""
-    lru, (slot,) = filled(LIMIT_BYTES // 2)
-    lru.pin(slot)
-    lru.pin(slot)
-    if ended_by == "delete":
-        lru.remove(slot)
-    elif ended_by == "replace":
-        other = lru.allocate(LIMIT_BYTES // 2)
-        assert other is not None
-        lru.install(key(0), other)
-        assert lru.get(key(0)) is other
-        lru.remove(other)
-    lru.unpin(slot)
+def test_a_pinned_slot_is_evicted_after_its_last_pin() -> None:
+    """Seen failing: with `unpin` making it idle at the first of two."""
+    memory, (slot,) = filled(LIMIT_BYTES // 2)
+    memory.pin(slot)
+    memory.pin(slot)
+    memory.unpin(slot)
 
-    assert lru.allocate(LIMIT_BYTES) is None
-    assert (slot.key is None) == bool(ended_by)
-    lru.unpin(slot)
-    assert lru.allocate(LIMIT_BYTES) is not None
+    assert memory.allocate(LIMIT_BYTES) is None
+    memory.unpin(slot)
+    assert memory.allocate(LIMIT_BYTES) is not None
 
 
-def test_a_block_replaced_under_its_name_is_counted_once_and_its_slot_is_free() -> None:
-    lru, _ = filled(192)
-    slot = lru.allocate(320)
-    assert slot is not None
-    lru.install(key(0), slot)
+def test_a_slot_freed_under_a_pin_is_free_once() -> None:
+    memory, (slot,) = filled(LIMIT_BYTES // 2)
+    memory.pin(slot)
+    memory.free(slot)
+    memory.unpin(slot)
 
-    assert (lru.held_bytes, len(lru), lru.free_bytes) == (320, 1, 320)
-    assert lru.get(key(0)) is slot
+    assert (memory.free_bytes, memory.kept_bytes, memory.num_kept) == (LIMIT_BYTES, 0, 0)
+    assert memory.allocate(LIMIT_BYTES) is not None
 
 
-class LruMachine(RuleBasedStateMachine):
-    """Any order of calls: no two slots overlap, what is pinned stays, the least recently used leave, bytes add up."""
+class MemoryMachine(RuleBasedStateMachine):
+    """Any order of calls: no two slots overlap, pinned slots stay, the least recently used leave, bytes add up."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lru = SlotLru(LIMIT_BYTES)
-        self.found: dict[BlockKey, Slot] = {}
+        self.memory = Memory(limit_bytes=LIMIT_BYTES)
+        self.idle: list[Slot] = []
         """Least recently used first."""
         self.loose: list[Slot] = []
-        """Allocated, under no name."""
+        """Allocated and not kept."""
         self.pinned: list[Slot] = []
-
-    def occupied(self) -> list[Slot]:
-        return list({id(slot): slot for slot in [*self.found.values(), *self.loose, *self.pinned]}.values())
 
     @rule(size=st.integers(0, LIMIT_BYTES + 64))
     def allocate(self, size: int) -> None:
-        may_leave = [name for name, slot in self.found.items() if not slot.pins]
-        room = self.lru.free_bytes + sum(rounded(self.found[name].size_bytes) for name in may_leave)
-        slot = self.lru.allocate(size)
-        left = [name for name in self.found if name not in self.lru]
+        room = self.memory.free_bytes + sum(rounded(slot.size_bytes) for slot in self.idle)
+        slot = self.memory.allocate(size)
+        left = [slot for slot in self.idle if not slot.is_kept]
 
-        assert left == may_leave[: len(left)]
-        for name in left:
-            del self.found[name]
+        assert left == self.idle[: len(left)]
         if slot is not None:
             self.loose.append(slot)
         else:
-            assert left == (may_leave if rounded(size) <= room else [])
+            assert left == (self.idle if rounded(size) <= room else [])
+        self.idle = self.idle[len(left) :]
 
     @precondition(lambda self: self.loose)
-    @rule(number=st.integers(0, 5))
-    def install(self, number: int) -> None:
-        self.found.pop(key(number), None)
-        self.found[key(number)] = self.loose.pop()
-        self.lru.install(key(number), self.found[key(number)])
+    @rule()
+    def keep(self) -> None:
+        self.idle.append(self.loose.pop())
+        self.memory.keep(self.idle[-1])
 
     @precondition(lambda self: self.loose)
     @rule()
     def give_back(self) -> None:
-        self.lru.remove(self.loose.pop())
+        self.memory.free(self.loose.pop())
 
-    @precondition(lambda self: self.found)
+    @precondition(lambda self: self.idle)
     @rule(data=st.data())
-    def delete(self, data: st.DataObject) -> None:
-        self.lru.remove(self.found.pop(data.draw(st.sampled_from(list(self.found)))))
+    def free(self, data: st.DataObject) -> None:
+        self.memory.free(self.idle.pop(data.draw(st.integers(0, len(self.idle) - 1))))
 
-    @precondition(lambda self: self.found)
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def free_pinned(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(self.pinned))
+        self.memory.free(slot)
+        self.pinned = [other for other in self.pinned if other is not slot]
+
+    @precondition(lambda self: self.idle or self.pinned)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(list(self.found)))
-        slot = self.found[name] = self.found.pop(name)
-        self.lru.pin(slot)
+        slot = data.draw(st.sampled_from([*self.idle, *self.pinned]))
+        self.idle = [other for other in self.idle if other is not slot]
         self.pinned.append(slot)
+        self.memory.pin(slot)
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        self.lru.unpin(self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1))))
+        slot = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
+        if slot not in self.pinned:
+            self.idle.append(slot)
+        self.memory.unpin(slot)
 
     @invariant()
     def slots_are_apart_and_bytes_add_up(self) -> None:
-        occupied = sorted(self.occupied(), key=lambda slot: slot.offset)
+        kept = list({id(slot): slot for slot in [*self.idle, *self.pinned]}.values())
+        occupied = sorted([*kept, *self.loose], key=lambda slot: slot.offset)
 
         assert all(a.offset + rounded(a.size_bytes) <= b.offset for a, b in pairwise(occupied))
         assert all(slot.offset + slot.size_bytes <= LIMIT_BYTES for slot in occupied)
-        assert self.lru.free_bytes == LIMIT_BYTES - sum(rounded(slot.size_bytes) for slot in occupied)
-        assert self.lru.held_bytes == sum(slot.size_bytes for slot in self.found.values())
-        assert self.lru.num_pins == len(self.pinned)
-        assert [(name, self.lru.get(name)) for name in self.lru] == list(self.found.items())
+        assert self.memory.free_bytes == LIMIT_BYTES - sum(rounded(slot.size_bytes) for slot in occupied)
+        assert self.memory.kept_bytes == sum(slot.size_bytes for slot in kept)
+        assert self.memory.num_kept == len(kept)
+        assert all(slot.is_kept for slot in kept)
 
 
-LruMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestLruMachine = LruMachine.TestCase
+MemoryMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMemoryMachine = MemoryMachine.TestCase

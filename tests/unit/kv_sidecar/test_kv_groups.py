@@ -55,8 +55,8 @@ async def kv(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock)
 
 
 def has_nothing(kv: SidecarUnderTest) -> bool:
-    in_memory = set(kv.memory.keys()) if kv.slots else set()
-    return not (kv.block_files() or kv.manifest_files() or in_memory or kv.memory.keys())
+    in_memory = set(kv.in_memory()) if kv.slots else set()
+    return not (kv.block_files() or kv.manifest_files() or in_memory or kv.in_memory())
 
 
 async def test_a_context_of_a_full_and_a_sliding_group_is_saved_loaded_and_deleted(kv: SidecarUnderTest) -> None:

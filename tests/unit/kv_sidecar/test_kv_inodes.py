@@ -14,8 +14,9 @@ import pytest
 
 from contextcache.errors import CacheRefNotFound
 from contextcache.names import KEPT_PREFIX
+from kv_sidecar.blocks import _INODES_ENOUGH, _INODES_LOW, Shortage
 from kv_sidecar.tiers.data_directory import DataDirectory
-from kv_sidecar.tiers.disk_store import _INODES_ENOUGH, _INODES_LOW, DiskStore, Shortage
+from tests.kit.block_tiers import DiskBlocks
 from tests.kit.kv_blocks import SidecarUnderTest
 
 
@@ -76,10 +77,9 @@ def test_how_many_files_have_to_leave(tmp_path: Path, free: int, inodes: int, mi
     told = SimpleNamespace(f_files=inodes, f_favail=free)
     directory = DataDirectory(tmp_path, statvfs=lambda _: told)  # type: ignore[arg-type,return-value]  # its fields
     directory.open()
-    store = DiskStore(directory, limit_bytes=0)
-    store.open()
+    store = DiskBlocks(directory)
 
-    assert store.shortage(1) == Shortage(0, missing)
+    assert store.blocks.shortage(1) == Shortage(0, missing)
     directory.close()
 
 

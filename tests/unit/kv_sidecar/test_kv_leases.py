@@ -15,7 +15,7 @@ from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.manifest import block_meta, num_files
 from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.saves import NewSave
-from kv_sidecar.tiers.eviction import Slot
+from kv_sidecar.tiers.memory import Slot
 from kv_sidecar.tiers.tiers import FetchedBlock
 from tests.kit.kv_blocks import SESSION, TENANT, SidecarUnderTest, block_file_bytes, new_save
 
@@ -41,7 +41,7 @@ async def named(kv: SidecarUnderTest, new: NewSave, lease: LeaseTerms | None) ->
     manifest: Manifest = await kv.catalog.open(new.tenant, new.cache_ref)
     blocks = kv.catalog.load(manifest, new.fingerprint, 0, range(num_files(manifest)), in_slots=True, lease=lease)
     async with aclosing(blocks):
-        return [block async for block in blocks]
+        return [block async for together in blocks for block in together]
 
 
 def there(kv: SidecarUnderTest, new: NewSave, blocks: list[FetchedBlock]) -> int:
@@ -91,7 +91,7 @@ async def test_a_lease_nobody_ends_is_over_at_its_time(kv: SidecarUnderTest, clo
 
     assert (kept, there(kv, new, blocks)) == (3, 0)
     assert kv.counted("leases_total", end="expired") == 1
-    assert not kv.memory.has_pins
+    assert not kv.has_leases
 
 
 async def test_a_lease_is_never_longer_than_the_sidecar_allows(tmp_path: Path, clock: ManualClock) -> None:
@@ -100,7 +100,7 @@ async def test_a_lease_is_never_longer_than_the_sidecar_allows(tmp_path: Path, c
         clock.advance(s=1)
         await kv.catalog.collect()
 
-        assert not kv.memory.has_pins
+        assert not kv.has_leases
 
 
 async def test_a_deleted_context_is_gone_at_once_and_its_bytes_when_the_load_has_ended(kv: SidecarUnderTest) -> None:
@@ -114,7 +114,7 @@ async def test_a_deleted_context_is_gone_at_once_and_its_bytes_when_the_load_has
 
     assert (removed.num_manifests, removed.freed_bytes, kept) == (1, 0, (3, 3))
     assert kv.block_files() == set()
-    assert (kv.memory.keys(), kv.missing_bytes()) == ([], 0)
+    assert (kv.in_memory(), kv.missing_bytes()) == ([], 0)
 
 
 async def test_too_many_leases_are_loads_without_one(kv: SidecarUnderTest) -> None:

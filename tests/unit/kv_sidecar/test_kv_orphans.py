@@ -81,7 +81,7 @@ async def test_kv_that_no_session_names_leaves_no_byte(
 
     assert kv.disk_bytes() == 0
     assert kv.manifest_files() == set()
-    assert kv.memory.keys() == []
+    assert kv.in_memory() == []
     assert kv.counted("orphaned_contexts_total") == 1
     assert kv.counted("failed_manager_questions_total") == 0
 

@@ -81,7 +81,8 @@ class Pair:
         indices = range(len(manifest.files))
         blocks = self.here.catalog.load(manifest, manifest.fingerprint, rank, indices, in_slots=False, lease=lease)
         async with aclosing(blocks):
-            return [block.tier async for block in blocks if parse_block_file(bytes(block.data)).verify() is None]
+            found = [block async for together in blocks for block in together]
+        return [block.tier for block in found if parse_block_file(bytes(block.data)).verify() is None]
 
     def pulls(self, outcome: str) -> float:
         return self.here.counted("pulls_total", outcome=outcome)

@@ -10,7 +10,7 @@ import pytest
 
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.tiers import tiers
-from kv_sidecar.tiers.disk_store import DiskStore
+from kv_sidecar.tiers.disk import Disk
 from tests.kit.kv_blocks import SidecarUnderTest, new_save
 from tests.kit.until import until
 
@@ -30,14 +30,14 @@ def gate() -> threading.Event:
 def reads(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> list[BlockKey]:
     """The files that are read from disk into slots."""
     found: list[BlockKey] = []
-    read_into = DiskStore.read_into
+    read_into = Disk.read_into
 
-    def counted(self: DiskStore, key: BlockKey, room: memoryview) -> None:
+    def counted(self: Disk, key: BlockKey, room: memoryview) -> None:
         found.append(key)
         gate.wait(30)
         read_into(self, key, room)
 
-    monkeypatch.setattr(DiskStore, "read_into", counted)
+    monkeypatch.setattr(Disk, "read_into", counted)
     # A file at a time, so that reading is in the middle of something.
     monkeypatch.setattr(tiers, "_TOGETHER_BYTES", 1)
     return found
@@ -78,14 +78,14 @@ async def test_a_load_beside_reading_ahead_reads_nothing_twice(tmp_path: Path, r
 async def test_no_more_is_read_ahead_than_half_the_memory(tmp_path: Path, reads: list[BlockKey]) -> None:
     ref = await saved(tmp_path)
     async with SidecarUnderTest(tmp_path) as kv:
-        keys = kv.disk.keys()
-        size_bytes = max(kv.disk.size_bytes(key) or 0 for key in keys)
+        keys = [block.key for block in kv.blocks]
+        size_bytes = max(kv.blocks.stored_bytes(key) or 0 for key in keys)
     async with SidecarUnderTest(tmp_path, memory_limit_bytes=7 * size_bytes) as kv:
         new = new_save(MANY, now_ms=kv.clock.now_ms(), cache_ref=ref)
         await kv.catalog.read_ahead(new.tenant, [ref])
 
         assert len(reads) == 3
-        assert await kv.load(new) == ["disk"] * 10
+        assert await kv.load(new, in_slots=False) == ["disk"] * 10
 
 
 async def test_another_tenant_has_nothing_read_ahead(tmp_path: Path, reads: list[BlockKey]) -> None:
@@ -112,15 +112,15 @@ async def test_reading_ahead_that_is_given_up_leaves_nothing_behind(
         assert len(reads) < 10
         assert await kv.load(new) == ["disk"] * 10
         assert (await kv.catalog.delete(new.tenant, new.session_id, (ref,))).num_manifests == 1
-        assert kv.memory.usage().num_blocks == 0
-        assert not kv.memory.has_pins
+        assert kv.blocks.memory_usage().num_blocks == 0
+        assert not kv.has_leases
 
 
 async def test_a_spoilt_file_is_found_by_the_load_not_by_reading_ahead(tmp_path: Path) -> None:
     ref = await saved(tmp_path)
     async with SidecarUnderTest(tmp_path) as kv:
         new = new_save(MANY, now_ms=kv.clock.now_ms(), cache_ref=ref)
-        kv.path_of(kv.disk.keys()[4]).write_bytes(b"nothing of ours")
+        kv.path_of([block.key for block in kv.blocks][4]).write_bytes(b"nothing of ours")
         await kv.catalog.read_ahead(new.tenant, [ref])
 
         assert kv.counted("quarantined_files_total") == 0

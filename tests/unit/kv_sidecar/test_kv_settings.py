@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -69,29 +68,6 @@ async def test_as_many_tenants_as_wanted_are_shown_by_name(tmp_path: Path, monke
         shown = {sample.labels.get("tenant") for sample in samples}
         assert "large" in shown
         assert "small" not in shown
-
-
-@pytest.mark.parametrize("ahead", [0, 3])
-async def test_as_many_blocks_are_read_ahead_as_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
-) -> None:
-    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0) as kv:
-        kv.sidecar.tiers._prefetch_blocks = ahead
-        new = await kv.save(tuple(range(10 * kv.settings.block_tokens)))
-        manifest = await kv.catalog.open(TENANT, new.cache_ref)
-        begun: list[int] = []
-        fetch = kv.sidecar.tiers._fetch
-
-        def noted(wanted: Any, *given: Any, **how: Any) -> Any:
-            begun.append(wanted.block_index)
-            return fetch(wanted, *given, **how)
-
-        monkeypatch.setattr(kv.sidecar.tiers, "_fetch", noted)
-        blocks = kv.catalog.load(manifest, new.fingerprint, 0, range(10), in_slots=False)
-        await anext(blocks)
-
-        assert begun == list(range(ahead + 1))
-        await blocks.aclose()
 
 
 async def test_as_many_files_come_by_frames_at_once_as_wanted(tmp_path: Path) -> None:

@@ -302,12 +302,12 @@ async def test_a_store_that_fails_is_tried_again_for_writes_and_for_deletes(pod,
     assert objects(tmp_path) == set()
 
 
-async def test_memory_of_a_write_is_used_again_but_not_while_one_that_was_given_up_may_still_read_it(pod, monkeypatch):
+async def test_a_write_that_was_given_up_keeps_its_bytes(pod, monkeypatch):
     monkeypatch.setattr(writer, "BACKOFF_S", 0.0)
     given_up: list[memoryview] = []
 
     async with pod("a") as kv:
-        store, lend = kv.sidecar.shared._objects, kv.catalog.block
+        store, copy = kv.sidecar.shared._objects, kv.catalog.block
         put = store.put
 
         async def give_up(name, data):
@@ -319,19 +319,12 @@ async def test_memory_of_a_write_is_used_again_but_not_while_one_that_was_given_
         store.put = give_up
         await kv.save(TEN)
         await written(kv)
-        memory: list[int] = []
-        for key in [*kv.block_files()] * 2:
-            whole = kv.path_of(key).read_bytes()
-            async with lend(key) as data:
-                assert data == whole
-                memory.append(id(data.obj))
+        for key in kv.block_files():
+            assert await copy(key) == kv.path_of(key).read_bytes()
         if kv.settings.store_keys_file is None:
             files = {kv.path_of(key).read_bytes() for key in kv.block_files()}
             assert {bytes(each) for each in given_up} <= files
-            assert not set(memory) & {id(each.obj) for each in given_up}
     assert len(given_up) == 3
-    # As many as were being written at once, at most: each is lent twice.
-    assert 1 <= len(set(memory)) <= len(memory) // 2
 
 
 async def test_what_was_not_written_before_a_kill_is_written_after_the_restart(pod, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from kv_sidecar.quota import TenantBytes
+from kv_sidecar.metrics import TenantBytes
 
 
 def shown(found: dict[str, int], tenants_max: int) -> dict[str, float]:

@@ -9,7 +9,8 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import InvalidRequest, StoreUnavailable
 from kv_sidecar.accounts import UsageMeter
-from kv_sidecar.quota import TenantQuota
+from kv_sidecar.format.ids import BlockKey
+from tests.kit.block_tiers import MemoryBlocks
 
 MIB = 1 << 20
 
@@ -97,11 +98,13 @@ async def test_what_the_collector_of_the_store_counted_is_told_too(meter, sink):
 
 
 def test_copies_in_memory_are_of_the_tenant_whose_file_they_are():
-    quota = TenantQuota(0)
-    ours, foreign = "ours", "foreign"
-    quota.settle(ours, 0, 10, owner="a")
+    store = MemoryBlocks(1024)
+    ours, foreign = (BlockKey("block", digit * 64, 0) for digit in "ab")
+    store.put(ours, bytes(4))
+    store.put(foreign, bytes(9))
+    store.blocks.vouch(ours, "a", None)
 
-    assert quota.of({ours: 4, foreign: 9}) == {"a": 4}
+    assert store.blocks.memory_by_tenant() == {"a": 4}
 
 
 @pytest.mark.parametrize("num_lost", [1, 2])

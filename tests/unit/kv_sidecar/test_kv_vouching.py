@@ -37,7 +37,7 @@ def give_other_bytes(path: Path, manifest: Manifest, index: int) -> None:
 
 def kept_copy(kv: SidecarUnderTest, new: NewSave) -> memoryview:
     """The memory that the second block's copy lies in."""
-    slot = kv.memory._lru.get(block_key(kv.plan(new), 1, 0))
+    slot = kv.slot_of(block_key(kv.plan(new), 1, 0))
     assert slot is not None
     return kv.memory.view(slot)
 
@@ -46,7 +46,7 @@ async def fills(kv: SidecarUnderTest, new: NewSave) -> list[int]:
     """The bytes a context is served with, one for each block."""
     manifest = await kv.catalog.open(new.tenant, new.cache_ref)
     found = []
-    async for block in kv.catalog.load(manifest, new.fingerprint, 0, range(3), in_slots=False):
+    async for (block,) in kv.catalog.load(manifest, new.fingerprint, 0, range(3), in_slots=False):
         (fill,) = set(parse_block_file(block.data).pages.ravel().tolist())
         found.append(fill)
     return found

@@ -352,12 +352,12 @@ async def test_of_a_tenant_with_a_limit_half_of_it_comes_and_the_rest_stays_for_
     first, *_ = await world.gone()
     async with world.pod("c") as kv:
         await world.warming(kv, contexts_max=1).take_over(list_of(first.session_id))
-        one_bytes, _ = kv.sidecar.disk.tenant_bytes(TENANT)
+        one_bytes, _ = kv.sidecar.blocks.tenant_bytes(TENANT)
         world.sessions.add(first)
     async with world.pod("b", tenant_limit_bytes=2 * one_bytes) as kv:
         await world.warming(kv).take_over(await world.lists(ME).take(FINGERPRINT))
 
-        assert kv.sidecar.disk.tenant_bytes(TENANT)[0] <= one_bytes
+        assert kv.sidecar.blocks.tenant_bytes(TENANT)[0] <= one_bytes
         assert kv.catalog.num_contexts == 1
         assert kv.counted("warmed_contexts_total", outcome="no_room") == 2
         assert kv.sidecar.room_bytes() > 0

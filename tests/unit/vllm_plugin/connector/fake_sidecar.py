@@ -5,7 +5,6 @@ Holds to the same expectations as the real one: tests/vllm/test_connector_sideca
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,6 @@ from contextcache.errors import (
     FingerprintMismatch,
     SaveIncomplete,
     SidecarUnavailable,
-    StorageFull,
 )
 from contextcache.model import KVGroup, Manifest, plain_group
 from contextcache.v1 import kv_sidecar_pb2 as pb
@@ -29,7 +27,7 @@ from contextcache.wire.messages import value_of
 from kv_sidecar.client import EngineSidecarClient, parse_block_file, with_files
 from kv_sidecar.format.ids import BlockKey, unpack_token_ids
 from kv_sidecar.format.manifest import first_blocks, rank_keys
-from kv_sidecar.tiers.memory_store import MemoryStore, Pins, Place
+from kv_sidecar.tiers.memory import Memory, Place, Slot
 from vllm_plugin.connector.metadata import common_prefix
 from vllm_plugin.connector.sidecar_link import Arena
 
@@ -55,7 +53,7 @@ class FailedCall(grpc.RpcError):
 class FakeArena(Arena):
     """A sidecar's memory, in the same process."""
 
-    def __init__(self, memory: MemoryStore) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.borrower = "engine"
         self._memory = memory
         self.size_bytes = memory.region.size_bytes
@@ -74,7 +72,7 @@ class FakeSidecar(EngineSidecarClient):
     def __init__(self, *, block_tokens: int = 64, arena_bytes: int = 0) -> None:
         """`arena_bytes` 0: frames."""
         self.block_tokens = block_tokens
-        self.memory = MemoryStore(limit_bytes=arena_bytes)
+        self.memory = Memory(limit_bytes=arena_bytes)
         self.memory.open()
         self.arena = FakeArena(self.memory) if arena_bytes else None
         """What its engines see of the memory; None: nothing."""
@@ -84,8 +82,9 @@ class FakeSidecar(EngineSidecarClient):
         self.reports: dict[str, pb.LoadReport] = {}
         self.leases: set[str] = set()
         """Of loads that were begun and not ended."""
-        self._pins: defaultdict[str, Pins] = defaultdict(self.memory.pins)
+        self._slots: defaultdict[str, list[Slot]] = defaultdict(list)
         """Copies in the arena, by the lease that keeps them."""
+        self._memory_lock = threading.RLock()
         self.abandoned: dict[str, str] = {}
         """Why nothing was saved, by cache_ref."""
         self.handshakes: list[str] = []
@@ -155,7 +154,8 @@ class FakeSidecar(EngineSidecarClient):
         self._arrive("lend_slots")
         slots = []
         for index, size_bytes in zip(request.block_indices, request.sizes_bytes, strict=True):
-            lent = self.memory.lend(request.borrower, Place(request.cache_ref, request.rank, index), size_bytes)
+            with self._memory_lock:
+                lent = self.memory.lend(request.borrower, Place(request.cache_ref, request.rank, index), size_bytes)
             if lent is None:
                 break
             slots.append(pb.Slot(offset=lent.slot.offset, size_bytes=size_bytes, slot_id=lent.slot_id))
@@ -164,7 +164,8 @@ class FakeSidecar(EngineSidecarClient):
     @override
     def return_slots(self, borrower, slot_ids):
         self._arrive("return_slots")
-        self.memory.give_back(borrower, slot_ids)
+        with self._memory_lock:
+            self.memory.give_back(borrower, slot_ids)
 
     @override
     def save_blocks(self, requests, timeout_s):
@@ -173,9 +174,10 @@ class FakeSidecar(EngineSidecarClient):
         for request in requests:
             if request.WhichOneof("payload") == "slot_id":
                 place = Place(request.cache_ref, request.rank, request.block_index)
-                slot = self.memory.hand_over(request.slot_id, place)
-                data = bytes(self.memory.view(slot))
-                self.memory.drop(slot)
+                with self._memory_lock:
+                    slot = self.memory.hand_over(request.slot_id, place)
+                    data = bytes(self.memory.view(slot))
+                    self.memory.free(slot)
             else:
                 data += request.frame
             if request.last_frame:
@@ -273,16 +275,19 @@ class FakeSidecar(EngineSidecarClient):
 
     def _end_lease(self, lease_id: str) -> None:
         self.leases.discard(lease_id)
-        self._pins.pop(lease_id, self.memory.pins()).close()
+        with self._memory_lock:
+            for slot in self._slots.pop(lease_id, ()):
+                self.memory.free(slot)
 
     def _in_slot(self, lease_id: str, data: bytes) -> pb.Slot | None:
         """Put a file where the engine sees it; None when there is no room."""
-        key = BlockKey("block", secrets.token_hex(32), 0)
-        try:
-            self.memory.put(key, self.slot_copy(data))
-        except StorageFull:
-            return None
-        slot = self._pins[lease_id].take(key)
+        copy = self.slot_copy(data)
+        with self._memory_lock:
+            slot = self.memory.allocate(len(copy))
+            if slot is None:
+                return None
+            self._slots[lease_id].append(slot)
+            self.memory.view(slot)[:] = copy
         return pb.Slot(offset=slot.offset, size_bytes=slot.size_bytes)
 
     @override

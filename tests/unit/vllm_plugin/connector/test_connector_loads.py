@@ -689,9 +689,7 @@ def test_what_the_arena_has_no_room_for_comes_in_frames_of_the_same_load(start_e
     engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
     answer = engine.save(PROMPT, A)
     engine.loop.forget_prefixes()
-    pins = engine.sidecar.memory.pins()
-    engine.sidecar.memory.put(KEPT, bytes(20_000))
-    pins.take(KEPT)
+    assert engine.sidecar.memory.allocate(20_000)
     engine.loop.add("again", [*PROMPT, *answer, 5], params=transfer(load=(A,)))
     engine.loop.run_to_end("again")
 

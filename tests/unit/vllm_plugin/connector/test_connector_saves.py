@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from contextcache.errors import SidecarUnavailable
-from kv_sidecar.tiers.memory_store import Place
+from kv_sidecar.tiers.memory import Place
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from vllm_plugin.connector.copies.pages import page_bytes

@@ -1,0 +1,401 @@
+"""One record a block: phase, tenant, size on disk, checksum, slot in memory and references. No I/O, one event loop.
+
+Rules:
+1. A step (write, read, removal) has a block alone: it changes the phase, and `Block.over` is set until it ends.
+2. A block may be freed when nothing refers to it, nothing spares it and no step runs on it: `Block.may_go`.
+3. Bytes count for their tenant before they are written, so that concurrent saves keep every limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, TypeAlias
+
+from contextcache.errors import ContextQuotaExceeded, StorageFull
+from contextcache.model import SessionId, TenantId
+from contextcache.phases import Phases
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.tiers.memory import Memory, Slot
+
+NO_TENANT: TenantId = ""
+"""Tenant of a file that no manifest names. No tenant has this name, and no limit applies to it."""
+_UPPER_MARK, _LOWER_MARK = 0.95, 0.9
+"""Shares of the limit between which contexts are evicted: concurrent saves fit above."""
+_INODES_LOW, _INODES_ENOUGH = 1024, 2048
+"""Free inodes below which contexts are evicted, and up to which: a save of 128 000 tokens has some 500 files.
+
+A small filesystem has the shares of bytes instead.
+"""
+
+
+class BlockPhase(Enum):
+    """State of a block's file on disk."""
+
+    NEW = "new"
+    """Not on disk. A record in this phase exists only while a save refers to it."""
+    WRITING = "writing"
+    STORED = "stored"
+    READING_IN = "reading_in"
+    """On disk and being read, as a rule into a slot."""
+    LEAVING = "leaving"
+    QUARANTINED = "quarantined"
+    """Its bytes are wrong and its file is being moved."""
+
+
+_NEW, _STORED = BlockPhase.NEW, BlockPhase.STORED
+_STEPS = (BlockPhase.WRITING, BlockPhase.READING_IN, BlockPhase.LEAVING, BlockPhase.QUARANTINED)
+PHASES = Phases[BlockPhase](
+    [
+        ((_NEW, _STORED), "write", BlockPhase.WRITING),
+        ((_STORED,), "read", BlockPhase.READING_IN),
+        ((_STORED,), "leave", BlockPhase.LEAVING),
+        ((_STORED,), "condemn", BlockPhase.QUARANTINED),
+        (_STEPS, "on disk", _STORED),
+        (_STEPS, "not on disk", _NEW),
+    ]
+)
+"""Every step ends with the state of the disk. A file that could not be removed is stored again."""
+
+Holder: TypeAlias = Literal["manifest", "kept", "save", "lease"]
+"""Kinds of references. A manifest of kept KV refers as `kept` only."""
+
+
+@dataclass(slots=True)
+class References:
+    """Number of references to a block, by kind."""
+
+    manifest: int = 0
+    kept: int = 0
+    save: int = 0
+    lease: int = 0
+
+    def __bool__(self) -> bool:
+        """Return whether anything refers to the block."""
+        return bool(self.manifest or self.kept or self.save or self.lease)
+
+    @property
+    def is_kept_alone(self) -> bool:
+        """Whether manifests of kept KV refer to it, and no session's."""
+        return bool(self.kept and not self.manifest)
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Everything that the sidecar knows of one block."""
+
+    key: BlockKey
+    tenant: TenantId = NO_TENANT
+    disk_bytes: int | None = None
+    """Size of its file; None: there is none."""
+    checksum: str | None = None
+    """Checksum that the save or the manifests vouch for. None: unknown. Empty: two manifests differ."""
+    slot: Slot | None = None
+    """Latest slot in memory; valid while `Slot.is_kept`."""
+    is_from_disk: bool = False
+    """Whether its slot was read from disk and not served since."""
+    refs: References = field(default_factory=References)
+    spared_until_ms: int = 0
+    """Unix time in ms until which it stays without a reference."""
+    phase: BlockPhase = BlockPhase.NEW
+    over: asyncio.Event | None = None
+    """Set at the end of the step that runs now; None: no step runs."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is on disk and stays there."""
+        return self.disk_bytes is not None and self.phase not in (BlockPhase.LEAVING, BlockPhase.QUARANTINED)
+
+    @property
+    def in_memory(self) -> Slot | None:
+        """The slot that has its bytes now."""
+        return self.slot if self.slot is not None and self.slot.is_kept else None
+
+    def may_go(self, now_ms: int) -> bool:
+        """Return whether it may be freed."""
+        return not self.refs and now_ms >= self.spared_until_ms and self.phase is BlockPhase.STORED
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """Blocks and bytes of a tier."""
+
+    num_blocks: int
+    size_bytes: int
+    limit_bytes: int
+    """0: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Bytes and files to delete before a new file is written; 0 or less: none."""
+
+    size_bytes: int
+    num_files: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing has to leave."""
+        return self.size_bytes <= 0 and self.num_files <= 0
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """State of a block's file, looked up on disk."""
+
+    size_bytes: int | None
+    inodes: tuple[int, int] | None
+    """Free inodes and all inodes of the filesystem; None: unknown."""
+
+
+class Blocks:
+    """All records, and the bytes that they have on disk by tenant."""
+
+    def __init__(self, memory: Memory, *, limit_bytes: int = 0, tenant_limit_bytes: int = 0) -> None:
+        """Limits of 0: none."""
+        self._memory = memory
+        self._limit_bytes, self._tenant_limit_bytes = limit_bytes, tenant_limit_bytes
+        self._blocks: dict[BlockKey, Block] = {}
+        self._spared: dict[tuple[TenantId, SessionId], list[BlockKey]] = {}
+        self._num_stored = self._stored_bytes = self._reserved_bytes = 0
+        self._used: Counter[TenantId] = Counter()
+        """Bytes on disk and bytes reserved, by tenant."""
+        self._kept: Counter[TenantId] = Counter()
+        """Bytes that only kept KV refers to, by tenant."""
+        self.inodes: tuple[int, int] | None = None
+        """Free inodes and all inodes of the filesystem at the last change; None: unknown."""
+
+    def __iter__(self) -> Iterator[Block]:
+        """Iterate over a snapshot of all records. Safe in any thread."""
+        return iter(list(self._blocks.values()))
+
+    def get(self, key: BlockKey) -> Block | None:
+        """Return a block's record."""
+        return self._blocks.get(key)
+
+    def open(self, sizes: Mapping[BlockKey, int], inodes: tuple[int, int] | None) -> None:
+        """Add the files that were found on disk."""
+        for key, size_bytes in sizes.items():
+            block = self._blocks[key] = Block(key, phase=BlockPhase.STORED)
+            self._resize(block, size_bytes)
+        self.inodes = inodes
+
+    def stored_bytes(self, key: BlockKey) -> int | None:
+        """Return the size of a stored block; None: it is not stored."""
+        block = self._blocks.get(key)
+        return block.disk_bytes if block is not None and block.is_stored else None
+
+    def checksum(self, key: BlockKey) -> str:
+        """Return the checksum of a stored block; empty: not stored, or nothing vouches for its bytes."""
+        block = self._blocks.get(key)
+        return (block.checksum or "") if block is not None and block.is_stored else ""
+
+    def is_in_memory(self, key: BlockKey) -> bool:
+        """Return whether memory has a copy of a block."""
+        block = self._blocks.get(key)
+        return block is not None and block.in_memory is not None
+
+    def vouch(self, key: BlockKey, tenant: TenantId, checksum: str | None) -> None:
+        """Note a stored block's tenant and checksum, as a manifest names them; two that differ vouch for nothing."""
+        block = self._blocks.get(key)
+        if block is None:
+            return
+        size_bytes = block.disk_bytes
+        self._resize(block, None)
+        block.tenant = tenant
+        self._resize(block, size_bytes)
+        if checksum is not None:
+            block.checksum = checksum if block.checksum in (None, checksum) else ""
+
+    def hold(self, keys: Iterable[BlockKey], who: Holder) -> None:
+        """Add a reference to each block; a block that is not here yet gets a record."""
+        for key in keys:
+            block = self._blocks.get(key) or self._blocks.setdefault(key, Block(key))
+            self._refer(block, who, 1)
+            if who == "lease" and block.refs.lease == 1 and (slot := block.in_memory) is not None:
+                self._memory.pin(slot)
+
+    def let_go(self, keys: Iterable[BlockKey], who: Holder) -> list[BlockKey]:
+        """Remove a reference from each block; return the blocks without any: the caller frees them."""
+        left = []
+        for key in keys:
+            block = self._blocks[key]
+            self._refer(block, who, -1)
+            if who == "lease" and not block.refs.lease and (slot := block.in_memory) is not None:
+                self._memory.unpin(slot)
+            if not block.refs:
+                left.append(key)
+                self._forget_empty(block)
+        return left
+
+    def spare(self, keys: Iterable[BlockKey], *, until_ms: int, whose: tuple[TenantId, SessionId]) -> None:
+        """Keep stored whole blocks until a Unix time in ms, or until `unspare` of their session."""
+        for key in keys:
+            block = self._blocks.get(key)
+            if key.kind == "block" and block is not None and block.is_stored:
+                block.spared_until_ms = until_ms
+                self._spared.setdefault(whose, []).append(key)
+
+    def unspare(self, whose: tuple[TenantId, SessionId]) -> list[BlockKey]:
+        """End the sparing of a session's blocks and return them: the caller frees them."""
+        keys = [key for key in self._spared.pop(whose, ()) if key in self._blocks]
+        for key in keys:
+            self._blocks[key].spared_until_ms = 0
+        return keys
+
+    def garbage(self, now_ms: int) -> list[BlockKey]:
+        """Return all blocks that may be freed. Looks at every record."""
+        for whose, keys in list(self._spared.items()):
+            if not any(key in self._blocks and self._blocks[key].spared_until_ms > now_ms for key in keys):
+                del self._spared[whose]
+        return [block.key for block in self if block.may_go(now_ms)]
+
+    def num_holders(self, key: BlockKey) -> int:
+        """Return the number of manifests that refer to a block."""
+        block = self._blocks.get(key)
+        return 0 if block is None else block.refs.manifest + block.refs.kept
+
+    def is_leased(self, keys: Iterable[BlockKey]) -> bool:
+        """Return whether a lease is on any of these blocks."""
+        return any((block := self._blocks.get(key)) is not None and block.refs.lease for key in keys)
+
+    async def settled(self, key: BlockKey) -> Block:
+        """Return a block's record once no step runs on it; this holds until the caller awaits."""
+        while (block := self._blocks.get(key)) is not None and block.over is not None:
+            await block.over.wait()
+        return block or Block(key)
+
+    @contextmanager
+    def step(self, block: Block, event: Literal["write", "read", "leave", "condemn"]) -> Iterator[None]:
+        """Have a settled block alone. The step says by `found` how the disk changed."""
+        block.phase = PHASES.after(block.phase, event)
+        self._blocks[block.key] = block
+        over = block.over = asyncio.Event()
+        try:
+            yield
+        finally:
+            block.phase = PHASES.after(block.phase, "not on disk" if block.disk_bytes is None else "on disk")
+            block.over = None
+            self._forget_empty(block)
+            over.set()
+
+    def found(self, block: Block, file: FileState, *, tenant: TenantId | None = None) -> int:
+        """Note the state of a block's file; return the bytes freed. `tenant`: its new owner."""
+        before = block.disk_bytes or 0
+        self._resize(block, None)
+        if tenant is not None:
+            block.tenant = tenant
+        self._resize(block, file.size_bytes)
+        self.inodes = file.inodes
+        if file.size_bytes is None:
+            block.checksum = None
+            self.drop_copy(block)
+        return max(before - (file.size_bytes or 0), 0)
+
+    def keep_copy(self, block: Block, slot: Slot, *, is_from_disk: bool = False) -> None:
+        """Make a filled slot the copy in memory of a block; the copy before is freed."""
+        self.drop_copy(block)
+        block.slot, block.is_from_disk = slot, is_from_disk
+        self._memory.keep(slot)
+        if block.refs.lease:
+            self._memory.pin(slot)
+
+    def drop_copy(self, block: Block) -> None:
+        """Free a block's slot. A reader that has it notices by its generation."""
+        if (slot := block.in_memory) is not None:
+            self._memory.free(slot)
+        block.slot = None
+
+    @contextmanager
+    def reserved(self, tenant: TenantId, size_bytes: int) -> Iterator[None]:
+        """Count a file that is being written. Raises StorageFull, ContextQuotaExceeded."""
+        if self._limit_bytes and self._stored_bytes + self._reserved_bytes + size_bytes > self._limit_bytes:
+            raise StorageFull("the disk tier has reached its limit")
+        self.check_tenant(tenant, size_bytes)
+        self._reserve(tenant, size_bytes)
+        try:
+            yield
+        finally:
+            self._reserve(tenant, -size_bytes)
+
+    def check_tenant(self, tenant: TenantId, size_bytes: int = 1) -> None:
+        """Raise ContextQuotaExceeded when the tenant may not have so many more bytes."""
+        if self._tenant_limit_bytes and tenant and self._used[tenant] + size_bytes > self._tenant_limit_bytes:
+            raise ContextQuotaExceeded("the tenant's contexts have reached their limit of bytes on this disk")
+
+    def tenant_bytes(self, tenant: TenantId) -> tuple[int, int]:
+        """Return the bytes of a tenant's files, files being written included, and their limit; 0: no limit."""
+        return self._used[tenant], self._tenant_limit_bytes
+
+    def kept_bytes(self, tenant: TenantId) -> int:
+        """Return the bytes of a tenant that only kept KV refers to."""
+        return self._kept[tenant]
+
+    def bytes_by_tenant(self) -> Mapping[TenantId, int]:
+        """Return the bytes of every tenant's files."""
+        return {tenant: used for tenant, used in self._used.items() if used and tenant != NO_TENANT}
+
+    def memory_by_tenant(self) -> Mapping[TenantId, int]:
+        """Return the bytes of every tenant's blocks in memory. Looks at every record; safe in any thread."""
+        found: Counter[TenantId] = Counter()
+        for block in self:
+            if (slot := block.in_memory) is not None and block.tenant:
+                found[block.tenant] += slot.size_bytes
+        return found
+
+    def usage(self) -> TierUsage:
+        """Return the usage of the disk."""
+        return TierUsage(self._num_stored, self._stored_bytes, self._limit_bytes)
+
+    def memory_usage(self) -> TierUsage:
+        """Return the usage of the memory tier."""
+        memory = self._memory
+        return TierUsage(memory.num_kept, memory.kept_bytes, memory.limit_bytes)
+
+    def free_inodes(self) -> float:
+        """Return the number of files that the filesystem can still create; infinite: unknown."""
+        return math.inf if self.inodes is None else self.inodes[0]
+
+    def shortage(self, size_bytes: int) -> Shortage:
+        """Return the bytes and files that have to leave before a file of this size is written."""
+        wanted = self._stored_bytes + self._reserved_bytes + size_bytes
+        is_over = self._limit_bytes and wanted > self._limit_bytes * _UPPER_MARK
+        missing_bytes = wanted - int(self._limit_bytes * _LOWER_MARK) if is_over else 0
+        if self.inodes is None:
+            return Shortage(missing_bytes)
+        free, inodes = self.inodes
+        if free >= min(_INODES_LOW, inodes - int(inodes * _UPPER_MARK)):
+            return Shortage(missing_bytes)
+        return Shortage(missing_bytes, min(_INODES_ENOUGH, inodes - int(inodes * _LOWER_MARK)) - free)
+
+    def _refer(self, block: Block, who: Holder, change: int) -> None:
+        self._count_kept(block, -1)
+        setattr(block.refs, who, getattr(block.refs, who) + change)
+        self._count_kept(block, 1)
+
+    def _resize(self, block: Block, size_bytes: int | None) -> None:
+        for sign in (-1, 1):
+            if block.disk_bytes is not None:
+                self._num_stored += sign
+                self._stored_bytes += sign * block.disk_bytes
+                self._used[block.tenant] += sign * block.disk_bytes
+                self._count_kept(block, sign)
+            if sign < 0:
+                block.disk_bytes = size_bytes
+
+    def _count_kept(self, block: Block, sign: int) -> None:
+        if block.refs.is_kept_alone:
+            self._kept[block.tenant] += sign * (block.disk_bytes or 0)
+
+    def _reserve(self, tenant: TenantId, size_bytes: int) -> None:
+        self._reserved_bytes += size_bytes
+        self._used[tenant] += size_bytes
+
+    def _forget_empty(self, block: Block) -> None:
+        if block.phase is BlockPhase.NEW and not block.refs and block.over is None:
+            self._blocks.pop(block.key, None)

@@ -1,0 +1,101 @@
+"""The disk tier: one file a block under `blocks/` and `tails/`, fanned out by two hex digits.
+
+Calls block; each runs in a thread. Bytes are handed out unverified. Sizes and phases are in `kv_sidecar/blocks.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from pathlib import Path
+
+from contextcache.errors import CorruptBlock
+from kv_sidecar.blocks import FileState
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.tiers.data_directory import DataDirectory, reading, regular_size
+from kv_sidecar.tiers.store import Buffer
+
+log = logging.getLogger(__name__)
+
+_DIRECTORIES = {"block": "blocks", "tail": "tails"}
+
+
+class Disk:
+    """Block files in a DataDirectory."""
+
+    def __init__(self, directory: DataDirectory, *, block_bytes_max: int = 1 << 40) -> None:
+        """Take the size in bytes above which a file is no block, and is not read."""
+        self._directory = directory
+        self._block_bytes_max = block_bytes_max
+
+    def sizes(self) -> dict[BlockKey, int]:
+        """Return the size of every block file. Other files are left alone and logged. Raises OSError."""
+        sizes: dict[BlockKey, int] = {}
+        strangers = 0
+        for kind, name in _DIRECTORIES.items():
+            files, others = self._directory.fan_out_files(name, is_ours=partial(_is_ours, kind))
+            strangers += others
+            for path in files:
+                key = BlockKey.from_file_name(path.name)
+                size = _size_or_none(path)
+                if key is not None and size is not None:
+                    sizes[key] = size
+        log.info("disk index rebuilt", extra={"num_blocks": len(sizes), "num_unknown_files": strangers})
+        return sizes
+
+    def state(self, key: BlockKey) -> FileState:
+        """Return the state of a block's file. Raises OSError."""
+        return FileState(regular_size(self.path_of(key)), self._directory.inodes())
+
+    def put(self, key: BlockKey, data: Buffer) -> FileState:
+        """Write a whole file, atomically and durably; replaces the file before. Raises StorageFull, OSError."""
+        self._directory.publish(data, self.path_of(key))
+        return FileState(len(data), self._directory.inodes())
+
+    def read_into(self, key: BlockKey, room: memoryview) -> None:
+        """Fill `room`, of a file's size, with the file.
+
+        Raises FileNotFoundError when there is none, CorruptBlock when it has another size, SidecarUnavailable.
+        """
+        with reading(self.path_of(key)) as (descriptor, size):
+            if size != len(room) or size > self._block_bytes_max or _read_all(descriptor, room) != size:
+                raise CorruptBlock("the file's size changed")
+
+    def delete(self, key: BlockKey) -> FileState:
+        """Remove a file. Not durable: a file that comes back after a crash has no manifest and is collected."""
+        self._directory.remove(self.path_of(key))
+        return self.state(key)
+
+    def put_aside(self, key: BlockKey) -> FileState:
+        """Move a file whose bytes are wrong into quarantine. Raises OSError."""
+        self._directory.put_aside(self.path_of(key))
+        return self.state(key)
+
+    def path_of(self, key: BlockKey) -> Path:
+        """Return where a block's file belongs."""
+        return self._directory.root / _DIRECTORIES[key.kind] / key.fan_out / key.file_name
+
+
+def _is_ours(kind: str, path: Path) -> bool:
+    key = BlockKey.from_file_name(path.name)
+    return key is not None and key.kind == kind and key.fan_out == path.parent.name
+
+
+def _size_or_none(path: Path) -> int | None:
+    """Return a file's size; None for a file that cannot be looked at, which fails no start."""
+    try:
+        return regular_size(path)
+    except OSError:
+        log.warning("block file not checked", extra={"directory": path.parent.name}, exc_info=True)
+        return None
+
+
+def _read_all(descriptor: int, view: memoryview) -> int:
+    total = 0
+    while total < len(view):
+        count = os.readv(descriptor, [view[total:]])
+        if count == 0:
+            break
+        total += count
+    return total
