@@ -329,13 +329,8 @@ class ContextCatalog:
             record = self._live(tenant, cache_ref)
         return record
 
-    async def open(
-        self, tenant: TenantId, cache_ref: CacheRef, *, again: bool = False, begun: bool = False
-    ) -> Manifest:
+    async def open(self, tenant: TenantId, cache_ref: CacheRef, *, again: bool = False) -> Manifest:
         """Return a sealed, unexpired manifest whose blocks are all there. `again`: it was opened a moment ago.
-
-        `begun`: what has come will do, of what is being pulled: it is durable and verified, and nothing names it
-        beyond the pull's end but a lease.
 
         Raises CacheRefNotFound; its kind CacheRefPending while it is being saved or pulled, to its own tenant only.
         """
@@ -347,9 +342,6 @@ class ContextCatalog:
                 return manifest
             await self._lose_unreadable(record)
         elif (tenant, cache_ref) in self._expected or self._saving.is_saving(tenant, cache_ref):
-            is_pulled = begun and (tenant, cache_ref) in self._expected
-            if is_pulled and (beginning := self._saving.beginning(tenant, cache_ref)) is not None:
-                return beginning
             raise CacheRefPending("the KV is not sealed yet")
         self._metrics.misses.inc()
         raise CacheRefNotFound(NOT_FOUND)
@@ -543,8 +535,7 @@ class ContextCatalog:
 
     def _take_fresh(self, cache_ref: CacheRef, rank: int) -> bool:
         is_fresh = self._pulled.added_at_ms((cache_ref, rank), self._clock.now_ms()) is not None
-        if self._manifests.index.get(cache_ref) is not None:  # else a beginning: the rest is still to come
-            self._pulled.discard((cache_ref, rank))
+        self._pulled.discard((cache_ref, rank))
         return is_fresh
 
     async def _give_up_save(self, failed: FailedSave) -> None:

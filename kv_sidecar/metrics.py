@@ -148,20 +148,6 @@ class SidecarMetrics:
             "`refused`: by the peer. `gone`: no session names them. `failed`: by an error.",
             "outcome",
         )
-        self.warmed = self._counter(
-            "warmed_contexts",
-            "Contexts of gone pods that this pod tried to take over at its start, by outcome. `warmed`: "
-            "pulled, this pod is the holder. `present`: already here. `elsewhere`: another pod is the "
-            "holder. `gone`: no session names them. `no_room`: no space. Else the error code of the pull or "
-            "of the manager.",
-            "outcome",
-        )
-        self.hot_lists = self._counter(
-            "hot_lists",
-            "Lists of recently used contexts in the shared store, by outcome. `written`: this pod's list. "
-            "`taken`: taken over from a gone pod. `unavailable`: no store. `internal_error`: a fault.",
-            "outcome",
-        )
 
     def _add_store(self) -> None:
         self.store_writes = self._counter(

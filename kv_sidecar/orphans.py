@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable, Sequence
 import grpc
 
 from contextcache.errors import ContextCacheError, StoreUnavailable
-from contextcache.model import CacheRef, CacheSessionMetadata, HeldCacheRef, SessionId, TenantId, Usage
+from contextcache.model import CacheRef, HeldCacheRef, SessionId, TenantId, Usage
 from contextcache.names import prompt_ref
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
-from contextcache.wire.messages import message_of, value_of
+from contextcache.wire.messages import message_of
 from contextcache.wire.rpc import Answer, cause_of, error_from_rpc, within
 from contextcache.wire.tls import WatchedTls
 from kv_sidecar.runtime import Runtime
@@ -62,12 +62,6 @@ class ManagerQuestions:
         """Record the pod that holds a session's KV."""
         request = pb.NoteHolderRequest(tenant=tenant, session_id=session_id, holder=holder, instead_of=instead_of)
         await self._ask(self._stub().NoteHolder, request)
-
-    async def locate(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
-        """Return a session."""
-        request = pb.LocateSessionRequest(tenant=tenant, session_id=session_id)
-        answer = await self._ask(self._stub().LocateSession, request)
-        return value_of(CacheSessionMetadata, answer.session)
 
     async def add_usage(self, tenant: TenantId, usage: Sequence[Usage], *, sender: str, number: int) -> None:
         """Count a batch once: its number is above that of every former batch of this sender."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from contextcache.clock import Clock
 from contextcache.errors import (
@@ -25,7 +24,7 @@ from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from contextcache.names import prompt_ref
 from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.format.manifest import all_keys, block_key, block_meta, num_files, rank_keys
+from kv_sidecar.format.manifest import all_keys, block_meta, num_files, rank_keys
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.saves import (
     HOLD_DEADLINE,
@@ -213,35 +212,6 @@ class Saving:
         """Return whether a save of this tenant's is in flight under the name."""
         save = self._saves.get(cache_ref)
         return save is not None and save.manifest.tenant == tenant
-
-    def beginning(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest | None:
-        """Return what a save has of its first tokens, in block files that all ranks have, as a manifest; None: nothing.
-
-        The files have the positions that they have in the context. None too where the first tokens do not stand by
-        themselves: a window or a state is of one end, and files of several groups come group by group.
-        """
-        save = self._saves.get(cache_ref)
-        if save is None or save.manifest.tenant != tenant or save.manifest.expires_at_ms <= self._clock.now_ms():
-            return None
-        whole = save.manifest
-        if len(whole.groups) != 1 or whole.groups[0].kind != "full_attention" or len(save.prepared) < whole.world_size:
-            return None
-        ranks = range(whole.world_size)
-        blocks = takewhile(lambda index: whole.files[index].kind == "block", range(num_files(whole)))
-        here = takewhile(
-            lambda i: all(self._tiers.blocks.checksum(block_key(whole, i, rank)) for rank in ranks), blocks
-        )
-        if not (num_here := len(list(here))):
-            return None
-        end = whole.files[num_here - 1].end_token
-        return self._vouched(
-            replace(
-                whole,
-                token_ids=whole.token_ids[:end],
-                groups=(replace(whole.groups[0], runs=((0, end),)),),
-                files=whole.files[:num_here],
-            )
-        )
 
     def abandon(self, cache_ref: CacheRef) -> list[BlockKey]:
         """Drop a save whose bytes will not come; return the blocks it counted on. Harmless when there is none."""

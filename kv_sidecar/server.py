@@ -24,7 +24,7 @@ from kv_sidecar.format.ids import check_fingerprint, unpack_token_ids
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE
 from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.moving.frames import STREAMS_MAX, FrameAssembly
-from kv_sidecar.moving.pulling import WaitingTurn, Wanted
+from kv_sidecar.moving.pulling import Wanted
 from kv_sidecar.resolve import Question
 from kv_sidecar.saves import FailedSave, MoreTokens, NewSave
 from kv_sidecar.sealed.matching import ASK_S, PrefixQuestion
@@ -163,13 +163,9 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:
-        waits = request.HasField("wait_ms")
-        turn = WaitingTurn(request.wait_ms, request.compute_us_per_token) if waits else None
-        manifest = await self._sidecar.manifest(request.tenant, request.cache_ref, bring=request.bring, turn=turn)
+        manifest = await self._sidecar.resolver.manifest(request.tenant, request.cache_ref, bring=request.bring)
         return pb.GetManifestResponse(
-            manifest=message_of(pb.Manifest, manifest),
-            tier=TIERS[self._catalog.tier_of(manifest)],
-            coming=self._catalog.record(request.cache_ref) is None,
+            manifest=message_of(pb.Manifest, manifest), tier=TIERS[self._catalog.tier_of(manifest)]
         )
 
     @override
@@ -206,7 +202,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def LoadBlocks(self, request: pb.LoadBlocksRequest, context: Context) -> AsyncIterator[pb.LoadBlocksResponse]:
-        manifest = await self._catalog.open(request.tenant, request.cache_ref, again=True, begun=True)
+        manifest = await self._catalog.open(request.tenant, request.cache_ref, again=True)
         blocks = self._catalog.load(
             manifest,
             request.fingerprint,
@@ -272,7 +268,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def ReadAhead(self, request: pb.ReadAheadRequest, context: Context) -> pb.ReadAheadResponse:
-        self._sidecar.bring(request.tenant, request.cache_refs)
+        self._sidecar.resolver.bring(request.tenant, request.cache_refs)
         await self._catalog.read_ahead(request.tenant, request.cache_refs)
         return pb.ReadAheadResponse()
 

@@ -10,7 +10,6 @@ from pydantic_settings import SettingsConfigDict
 from contextcache.process.settings import TlsSettings, TracingSettings
 from kv_sidecar.moving.leaving import HandOverLimits
 from kv_sidecar.moving.peers import PeerRules, PullLimits
-from kv_sidecar.moving.warming import WarmingLimits
 from kv_sidecar.saves import CatalogLimits
 from kv_sidecar.store.collector import CollectorLimits
 from kv_sidecar.store.objects import check_store_url
@@ -115,12 +114,6 @@ class SidecarSettings(TlsSettings, TracingSettings):
         description="JSON file of the encryption keys for KV in the store, by tenant. A change takes effect within "
         "seconds. Empty: no encryption.",
     )
-    warm_contexts_max: int = Field(
-        64,
-        ge=0,
-        description="Contexts of gone pods to take over at the start. Needs a store, SIDECAR_MANAGER and "
-        "SIDECAR_ENDPOINT_NAME. 0: none, and this pod lists none for others.",
-    )
     store_bytes_per_s: int = Field(
         0, ge=0, description="Maximum bytes of KV written to the store per second. 0: no limit."
     )
@@ -201,10 +194,6 @@ class SidecarSettings(TlsSettings, TracingSettings):
             address=self.handover_address or self.listen,
             peers=self.handover_peers or tuple(named),
         )
-
-    def warming_limits(self) -> WarmingLimits:
-        """Return what is taken over at the start."""
-        return WarmingLimits(self.endpoint_name, self.warm_contexts_max, self.collect_interval_s)
 
     def collector_limits(self) -> CollectorLimits:
         """Return the bounds of the shared store."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock
-from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
-from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.errors import SidecarUnavailable
+from contextcache.model import CacheRef, SessionId, TenantId
 from contextcache.names import CACHE_REF_PATTERN, prompt_ref
 from contextcache.process.reloaded import read_bounded
 from kv_sidecar.accounts import LoadReports, UsageMeter
@@ -24,11 +24,9 @@ from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.moving.borrowing import Prefixes
 from kv_sidecar.moving.frames import STREAMS_MAX
 from kv_sidecar.moving.leaving import HandOver
-from kv_sidecar.moving.pace import Pace
 from kv_sidecar.moving.peer import PeerSidecar, StoredPeer
 from kv_sidecar.moving.peers import EngineRanks, PeerRules
-from kv_sidecar.moving.pulling import MAX_REFS, ConnectPeer, Pulls, WaitingTurn, Wanted
-from kv_sidecar.moving.warming import GONE_AFTER, Warming
+from kv_sidecar.moving.pulling import ConnectPeer, Pulls
 from kv_sidecar.orphans import ManagerQuestions, Orphans
 from kv_sidecar.reclaim import Collector, Removed
 from kv_sidecar.resolve import Resolver
@@ -38,7 +36,6 @@ from kv_sidecar.sealed.manifests import ManifestStore, SealedManifests
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.store.collector import SharedCollector
 from kv_sidecar.store.encryption import StoreKeys
-from kv_sidecar.store.hot_lists import HotLists
 from kv_sidecar.store.objects import ObjectStore
 from kv_sidecar.store.writer import SharedTier
 from kv_sidecar.tiers.arena import SUFFIX, ArenaDoor
@@ -54,8 +51,6 @@ LEFTOVER_S = 600
 """Age from which unannounced, unfinished and quarantined files are removed: quarantined ones can be looked at."""
 TENANTS_SHOWN_MAX = 20
 """Tenants that the metrics show by name, largest first: each is a time series."""
-_DISK_BYTES = 32 << 30
-"""Taken for the disk's where it has no limit."""
 _ENGINE_START_FILE = "engine-start"
 """File beside the Unix socket, written by pod_injector/payload_start when vLLM starts."""
 _ENGINE_STARTS = ("added", "kv-connector", "port", "server", "rust-frontend", "config-file")
@@ -105,27 +100,21 @@ class Sidecar:
         self.shared: SharedTier | None = None
         """The tier under the disk; None: KV ends with its pod."""
         self._shared_collector: SharedCollector | None = None
-        objects: ObjectStore | None = None
         if settings.store_url:
-            objects = ObjectStore(settings.store_url)
-            self._take_shared(objects)
+            self._take_shared(ObjectStore(settings.store_url))
         self.engine = EngineRanks()
         self._pull_slots = asyncio.Semaphore(STREAMS_MAX)
         """Apart from those of saves: a peer that hangs in the middle of a block must not hold up the engine."""
-        pace, unasked_slots = Pace(), asyncio.Semaphore(STREAMS_MAX)
         rules, connect = PeerRules(settings.peers), connect_peer or self._connect_peer
         store = None if self.shared is None else StoredPeer(self.shared, slots=self._pull_slots)
         self.pulls = Pulls(
-            catalog=self.catalog,
+            self.catalog,
+            self.runtime,
             engine=self.engine,
             rules=rules,
             limits=settings.pull_limits(),
             connect=connect,
-            clock=clock,
-            metrics=self.metrics,
             store=store,
-            pace=pace,
-            paced_store=None if self.shared is None else StoredPeer(self.shared, slots=unasked_slots, pace=pace),
         )
         self.prefixes = Prefixes(
             self.catalog,
@@ -142,8 +131,6 @@ class Sidecar:
         self._questions = self._ask_manager() if manager is None else None
         self._manager = manager or self._questions
         self._orphans = None if self._manager is None else self._orphans_of(self._manager, manifests)
-        self.warming = self._warming_over(objects)
-        """None: this pod takes nothing over when it starts, and leaves no list when it ends."""
         self._meter = None if self._questions is None else UsageMeter(self._questions, clock)
         self.collector = Collector(
             self.collect, self.collect_shared, interval_s=settings.collect_interval_s, metrics=self.metrics
@@ -170,8 +157,6 @@ class Sidecar:
             for record in (*self.catalog.sealed(), *self.catalog.sealed(kept=True)):
                 self.shared.write_soon(record)
             self.shared.start()
-        if self.warming is not None:
-            self.warming.start()
         socket = self.settings.unix_socket
         if socket is not None and self.memory.region is not None:
             door = ArenaDoor(
@@ -204,8 +189,6 @@ class Sidecar:
 
     async def drain(self) -> None:
         """Fetch nothing more. Idempotent."""
-        if self.warming is not None:
-            await self.warming.stop()
         await self.pulls.close()
 
     async def collect(self) -> Removed:
@@ -240,34 +223,6 @@ class Sidecar:
             )
         self.metrics.store_tenant_bytes.show(self._shared_collector.bytes_by_tenant, tenants_max=TENANTS_SHOWN_MAX)
         return Removed(num_manifests, 0)
-
-    async def manifest(
-        self, tenant: TenantId, cache_ref: CacheRef, *, bring: bool, turn: WaitingTurn | None = None
-    ) -> Manifest:
-        """Return a sealed manifest as `ContextCatalog.open` does; the shared store learns of the use.
-
-        `bring`: one that is not here is fetched from there, and pending. `turn`: who takes a beginning where the rest
-        is late. Raises CacheRefNotFound, CacheRefPending.
-        """
-        is_late = turn is not None and self.pulls.is_late(tenant, cache_ref, turn)
-        try:
-            manifest = await self.catalog.open(tenant, cache_ref, begun=is_late)
-        except CacheRefPending:
-            self.pulls.hurry(tenant, [cache_ref])
-            raise
-        except CacheRefNotFound:
-            if not (bring and self.bring(tenant, [cache_ref])):
-                raise
-            raise CacheRefPending("the KV is not sealed yet") from None
-        if self.shared is not None:
-            self.shared.note_use(tenant, manifest.session_id, cache_ref)
-        return manifest
-
-    def bring(self, tenant: TenantId, cache_refs: Sequence[CacheRef]) -> bool:
-        """Begin to fetch KV that is not here from the shared store; return whether it may come."""
-        if self.shared is None or not cache_refs:
-            return False
-        return self.pulls.start(Wanted(tenant, tuple(cache_refs)[:MAX_REFS], peer="")).outcome == "started"
 
     async def delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
         """Delete here and in the shared store, whoever still waits; see `ContextCatalog.delete`.
@@ -315,8 +270,6 @@ class Sidecar:
         if self.shared is not None:
             left = await self.shared.flush(self.settings.handover_s)
             log.info("contexts written to the shared store", extra={"num_left": left})
-        if self.warming is not None:
-            await self.warming.leave()
 
     def _write_soon(self, record: ManifestRecord, is_touch: bool) -> None:  # noqa: FBT001  # a callback's
         if self.shared is not None:
@@ -341,31 +294,6 @@ class Sidecar:
 
     def _ask_manager(self) -> ManagerQuestions | None:
         return ManagerQuestions(self.settings.manager, tls=self.tls) if self.settings.manager else None
-
-    def _warming_over(self, objects: ObjectStore | None) -> Warming | None:
-        limits = self.settings.warming_limits()
-        if objects is None or self._questions is None or not (limits.endpoint and limits.contexts_max):
-            return None
-        return Warming(
-            HotLists(objects, endpoint=limits.endpoint, gone_after_s=GONE_AFTER * limits.interval_s),
-            self._questions,
-            catalog=self.catalog,
-            pulls=self.pulls,
-            fingerprint=lambda: self.engine.fingerprint,
-            room_bytes=self.room_bytes,
-            limits=limits,
-            metrics=self.metrics,
-        )
-
-    def room_bytes(self, tenant: TenantId = "") -> int:
-        """Return what may come here before anybody asks for it: half of the disk, and of what a tenant may have there.
-
-        So it pushes nothing out, and leaves a tenant that has a limit room to save. Without `tenant` the disk's.
-        """
-        usage = self.blocks.usage()
-        room_bytes = (usage.limit_bytes or _DISK_BYTES) // 2 - usage.size_bytes
-        used_bytes, limit_bytes = self.blocks.tenant_bytes(tenant) if tenant else (0, 0)
-        return min(room_bytes, limit_bytes // 2 - used_bytes) if limit_bytes else room_bytes
 
     def _orphans_of(self, manager: ManagerQuestions, manifests: ManifestStore) -> Orphans:
         return Orphans(

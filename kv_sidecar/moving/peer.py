@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import grpc
@@ -26,11 +25,13 @@ from contextcache.wire.tracing import trace_metadata
 from kv_sidecar.format.ids import TOKEN_BYTES, pack_token_ids
 from kv_sidecar.format.manifest import block_key, with_files
 from kv_sidecar.moving.frames import FrameAssembly
-from kv_sidecar.moving.pace import FILES_AT_ONCE, Pace
 from kv_sidecar.moving.pulling import PulledFile
 from kv_sidecar.sealed.matching import PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found, common
 from kv_sidecar.store.writer import SharedTier
+
+FILES_AT_ONCE = 4
+"""Files that one pull fetches from the store side by side."""
 
 
 class PeerSidecar:
@@ -127,11 +128,10 @@ class PeerSidecar:
 class StoredPeer:
     """The store as what a pull fetches from; satisfies pulling.Peer."""
 
-    def __init__(self, shared: SharedTier, *, slots: asyncio.Semaphore, pace: Pace | None = None) -> None:
-        """`slots` bound how many block files are held at once; `pace`: nobody waits for what is fetched."""
+    def __init__(self, shared: SharedTier, *, slots: asyncio.Semaphore) -> None:
+        """`slots` bound how many block files are held at once."""
         self._shared = shared
         self._slots = slots
-        self._pace = pace
 
     async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
         """See pulling.Peer."""
@@ -174,16 +174,13 @@ class StoredPeer:
                     end.release()
 
     async def _fetched(self, manifest: Manifest, rank: int, index: int) -> PulledFile:
-        async with nullcontext() if self._pace is None else self._pace.file():
-            await self._slots.acquire()
-            try:
-                data = await self._shared.stored.block(manifest.tenant, block_key(manifest, index, rank))
-            except BaseException:
-                self._slots.release()
-                raise
-            if self._pace is not None:
-                self._pace.took(len(data))
-            return PulledFile(index, data, self._slots.release)
+        await self._slots.acquire()
+        try:
+            data = await self._shared.stored.block(manifest.tenant, block_key(manifest, index, rank))
+        except BaseException:
+            self._slots.release()
+            raise
+        return PulledFile(index, data, self._slots.release)
 
     async def close(self) -> None:
         """Do nothing: the store stays open."""

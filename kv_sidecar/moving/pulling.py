@@ -3,10 +3,9 @@
 1. `start` answers at once: nothing to do (`present`), no (`refused`, with the reason), or `started`.
 2. In the background the first of the wanted KVs that the peer has, and that this engine can use, is fetched: its
    manifest, then of every rank the block files that are not here yet, saved the way an engine's own are.
-3. Meanwhile whoever asks for the manifest hears `cache_ref_pending`, and asks again. A turn that cannot wait for all
-   of it gets the first tokens, as far as all ranks have their block files: files come in that order.
-4. It ends with a sealed manifest or with nothing: whatever fails, the save is dropped with all it brought, and the
-   next question for the manifest is a miss. A deletion during the pull wins: the save is refused its blocks.
+3. Meanwhile questions for the manifest hear `cache_ref_pending`, or wait in resolve.py.
+4. It ends with a sealed manifest or with nothing: after any failure the save ends with all it brought, and the next
+   question for the manifest is a miss. A deletion during the pull wins: the save is refused its blocks.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Literal, Protocol, TypeAlias
 
-from contextcache.clock import Clock
 from contextcache.errors import (
     CacheRefNotFound,
     CacheRefPending,
@@ -30,7 +28,6 @@ from contextcache.errors import (
     FingerprintMismatch,
     InvalidRequest,
     SidecarUnavailable,
-    StorageFull,
 )
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from contextcache.names import check_cache_refs, check_tenant
@@ -40,9 +37,8 @@ from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.crash_points import BETWEEN_PULLED_BLOCKS
 from kv_sidecar.format.ids import engine_fingerprint
 from kv_sidecar.format.manifest import block_checksum, check_block_checksums, first_blocks
-from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.moving.pace import Pace
 from kv_sidecar.moving.peers import EngineRanks, PeerRules, PullLimits
+from kv_sidecar.runtime import Runtime
 from kv_sidecar.saves import NewSave
 from kv_sidecar.sealed.index import RecentNames
 from kv_sidecar.sealed.matching import PrefixQuestion
@@ -56,11 +52,9 @@ _PENDING_QUESTIONS = 40
 """Two seconds, which is how long an engine waits for a pull; after that the generation before is better than none."""
 ABSENT_MS, ABSENT_MAX = 10_000, 65_536
 _MEASURED_MS = 500
-"""A rate over less says more of the way there than of what comes."""
+"""Shortest time over which the rate of a pull is measured."""
 _SURELY = 2
-"""What is taken for late would come in twice the time that is left: rates change."""
-_UNASKED_S = 600.0
-"""Of a pull that nobody waits for, which gives way to all others."""
+"""A pull misses its time if it would take twice as long as is left, because rates change."""
 MAX_REFS = 8
 """A session has two generations; the rest is room."""
 
@@ -135,13 +129,6 @@ class Wanted:
     """0: the sidecar's own limit, which also caps it."""
     prefix: Prefix | None = None
     """None: all of it, under the name it has there."""
-    unasked_bytes_max: int = 0
-    """Of KV that nobody waits for, and that is left there when it is larger; 0: somebody waits for it."""
-
-    @property
-    def is_unasked(self) -> bool:
-        """Whether nobody waits for it."""
-        return self.unasked_bytes_max > 0
 
     @property
     def names(self) -> tuple[CacheRef, ...]:
@@ -158,43 +145,24 @@ class Wanted:
             raise InvalidRequest("timeout must be 0 or more", param="timeout_ms")
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingTurn:
-    """Who asks for KV that is being pulled, and takes a beginning of it."""
-
-    wait_ms: int
-    """How long it still waits for the rest."""
-    compute_us_per_token: float = 0
-    """What computing a token takes it; 0: not known."""
-
-
 @dataclass(slots=True)
-class Coming:
+class Arrival:
     """Block files on their way, of all ranks."""
 
     began_at_ms: int
     token_bytes: float
-    """What a token has, about."""
+    """Average bytes of a token."""
     wanted_bytes: float = 0
     come_bytes: int = 0
 
-    def measure_anew(self, now_ms: int) -> None:
-        """Forget how fast it came: from now on it comes otherwise."""
-        self.began_at_ms = now_ms
-        self.wanted_bytes -= self.come_bytes
-        self.come_bytes = 0
-
-    def is_late_for(self, turn: WaitingTurn, now_ms: int) -> bool:
-        """Return whether a turn is served best with what is here: it computes faster than the rest comes, too late."""
+    def will_miss(self, wait_ms: int, compute_us_per_token: float, now_ms: int) -> bool:
+        """Return whether the rest surely takes longer than `wait_ms`, and computing it is faster."""
         elapsed_ms = now_ms - self.began_at_ms
-        if turn.wait_ms <= 0:
-            return True
-        if elapsed_ms < _MEASURED_MS or not self.come_bytes or not turn.compute_us_per_token:
+        if elapsed_ms < _MEASURED_MS or not self.come_bytes or not compute_us_per_token:
             return False
         bytes_per_ms = self.come_bytes / elapsed_ms
         left_ms = (self.wanted_bytes - self.come_bytes) / bytes_per_ms
-        token_us = self.token_bytes / bytes_per_ms * 1000
-        return left_ms > _SURELY * turn.wait_ms and token_us > turn.compute_us_per_token
+        return left_ms > _SURELY * wait_ms and self.token_bytes / bytes_per_ms * 1000 > compute_us_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,37 +177,31 @@ class Reply:
 class Pulls:
     """The pulls of one sidecar; owns their tasks. Used from one event loop."""
 
-    def __init__(  # noqa: PLR0913  # the parts of a pull, by name
+    def __init__(  # the parts of a pull, by name
         self,
-        *,
         catalog: ContextCatalog,
+        runtime: Runtime,
+        *,
         engine: EngineRanks,
         rules: PeerRules,
         limits: PullLimits,
         connect: ConnectPeer,
-        clock: Clock,
-        metrics: SidecarMetrics,
-        pace: Pace,
         store: Peer | None = None,
-        paced_store: Peer | None = None,
     ) -> None:
-        """`store`: what all pods share, asked for what a peer does not have; None: there is none.
-
-        `paced_store`: the same at this `pace`, for what nobody waits for.
-        """
-        self._store, self._paced_store, self._pace = store, paced_store, pace
+        """`store`: the store that all pods share, asked for KV that a peer does not have; None: there is none."""
         self._catalog = catalog
+        self._clock = runtime.clock
+        self._metrics = runtime.metrics
         self._engine = engine
         self._rules = rules
         self._limits = limits
         self._connect = connect
-        self._clock = clock
-        self._metrics = metrics
-        self._tasks: dict[asyncio.Task[str], Wanted] = {}
-        self._coming: dict[tuple[TenantId, CacheRef], Coming] = {}
+        self._store = store
+        self._tasks: dict[asyncio.Task[None], Wanted] = {}
+        self._arrivals: dict[tuple[TenantId, CacheRef], Arrival] = {}
         self._draining = False
         self._absent: RecentNames[tuple[TenantId, CacheRef]] = RecentNames(keep_ms=ABSENT_MS, max_names=ABSENT_MAX)
-        """What the store did not have, or not in time: asked for again it would be pending for ever."""
+        """KV that the store did not have, or not in time: asked for again it would stay pending for ever."""
 
     @property
     def is_draining(self) -> bool:
@@ -253,51 +215,23 @@ class Pulls:
 
     def start(self, wanted: Wanted) -> Reply:
         """Begin a pull unless there is nothing to do or it is not possible. Raises InvalidRequest."""
-        reply, _ = self._start(wanted)
-        return reply
-
-    async def fetch(self, wanted: Wanted) -> str:
-        """Pull, and return how that ended, as the metric has it. Raises InvalidRequest. Cancelled, it breaks off."""
-        reply, task = self._start(wanted)
-        return (reply.reason or reply.outcome) if task is None else await task
-
-    def hurry(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
-        """Let what comes unasked come as fast as it can where it is one of these: somebody waits for it now."""
-        names = set(cache_refs)
-        for wanted in self._tasks.values():
-            is_meant = wanted.is_unasked and wanted.tenant == tenant and not names.isdisjoint(wanted.names)
-            if is_meant and not self._pace.is_hurried:
-                self._pace.hurry()
-                for coming in (self._coming[key] for name in names if (key := (tenant, name)) in self._coming):
-                    coming.measure_anew(self._clock.now_ms())
-
-    def _start(self, wanted: Wanted) -> tuple[Reply, asyncio.Task[str] | None]:
         wanted.check()
-        if not wanted.is_unasked:
-            self.hurry(wanted.tenant, wanted.names)
         if len(better := self._better_than_what_is_here(wanted)) < len(wanted.names):
             wanted = replace(wanted, cache_refs=better)
         reply = self._reply(wanted)
         if reply.outcome != "started":
             self._metrics.pulls.labels(reply.reason or reply.outcome).inc()
-            return reply, None
+            return reply
         self._catalog.expect(wanted.tenant, wanted.names)
         task = asyncio.create_task(self._run(wanted))
         self._tasks[task] = wanted
-        if wanted.is_unasked:
-            self._pace.begin()
-        self._give_way()
         task.add_done_callback(self._ended)
-        return reply, task
-
-    def is_late(self, tenant: TenantId, cache_ref: CacheRef, turn: WaitingTurn) -> bool:
-        """Return whether a turn shall go on with what has come of a pull."""
-        coming = self._coming.get((tenant, cache_ref))
-        return coming is not None and coming.is_late_for(turn, self._clock.now_ms())
+        return reply
 
     def will_miss(self, tenant: TenantId, cache_ref: CacheRef, wait_ms: int, compute_us_per_token: float) -> bool:
         """Return whether a pull under way surely takes longer than `wait_ms`, and computing is faster."""
-        return self.is_late(tenant, cache_ref, WaitingTurn(max(wait_ms, 1), compute_us_per_token))
+        arrival = self._arrivals.get((tenant, cache_ref))
+        return arrival is not None and arrival.will_miss(wait_ms, compute_us_per_token, self._clock.now_ms())
 
     async def close(self) -> None:
         """Refuse new pulls, break off those going on and wait for their end."""
@@ -321,9 +255,7 @@ class Pulls:
             return Reply("refused", "peer_not_allowed")
         if self._engine.fingerprint is None:
             return Reply("refused", "no_engine")
-        alike = sum(going_on.is_unasked == wanted.is_unasked for going_on in self._tasks.values())
-        most = 1 if wanted.is_unasked else self._limits.max_pulls
-        if alike >= most or (wanted.prefix is not None and self._are_prefixes_many()):
+        if len(self._tasks) >= self._limits.max_pulls or (wanted.prefix is not None and self._are_prefixes_many()):
             return Reply("refused", "too_many_pulls")
         return Reply("started")
 
@@ -332,10 +264,7 @@ class Pulls:
         num_prefixes = sum(wanted.prefix is not None for wanted in self._tasks.values())
         return num_prefixes >= max(1, self._limits.max_pulls // 2)
 
-    def _give_way(self) -> None:
-        self._pace.give_way(is_needed=any(not wanted.is_unasked for wanted in self._tasks.values()))
-
-    async def _run(self, wanted: Wanted) -> str:
+    async def _run(self, wanted: Wanted) -> None:
         began_at_s = time.monotonic()
         outcome = "internal_error"
         try:
@@ -351,33 +280,26 @@ class Pulls:
             outcome = "draining"
             raise
         finally:
-            if outcome != "pulled" and not wanted.peer and self._is_waited_for(wanted):
+            if outcome != "pulled" and not wanted.peer:
                 for ref in wanted.names:
                     self._absent.add((wanted.tenant, ref), self._clock.now_ms())
             self._catalog.expect_no_more(wanted.tenant, wanted.names)
             self._metrics.pulls.labels(outcome).inc()
             self._metrics.pull_seconds.observe(time.monotonic() - began_at_s)
             log.info("pull ended", extra={"outcome": outcome, "cache_ref": wanted.names[0], "peer": wanted.peer})
-        return outcome
-
-    def _is_waited_for(self, wanted: Wanted) -> bool:
-        return not wanted.is_unasked or self._pace.is_hurried
 
     def _is_absent(self, tenant: TenantId, cache_ref: CacheRef) -> bool:
         return self._absent.added_at_ms((tenant, cache_ref), self._clock.now_ms()) is not None
 
     def _timeout_s(self, wanted: Wanted) -> float:
-        if wanted.is_unasked:
-            return _UNASKED_S
         return min(wanted.timeout_s or self._limits.timeout_s, self._limits.timeout_s)
 
     async def _pull(self, wanted: Wanted, deadline: asyncio.Timeout) -> None:
         # Before the first question: a deletion that comes while the peer answers is one during the pull.
         started_at_ms = self._clock.now_ms()
         if not wanted.peer:
-            store = self._paced_store if wanted.is_unasked else self._store
-            assert store is not None, "a store is open"
-            await self._pull_from(store, wanted, deadline, started_at_ms)
+            assert self._store is not None, "a store is open"
+            await self._pull_from(self._store, wanted, deadline, started_at_ms)
             return
         peer = self._connect(wanted.peer, self._timeout_s(wanted))
         try:
@@ -403,18 +325,10 @@ class Pulls:
             )
         )
         self._allow_for(ours, wanted, deadline)
-        if wanted.is_unasked:
-            # Before a save is open, which would not wait as long.
-            await self._pace.may_go()
         await self._save(ours, manifest, peer, started_at_ms)
 
     def _allow_for(self, manifest: Manifest, wanted: Wanted, deadline: asyncio.Timeout) -> None:
-        """Put the deadline off by the time the bytes may take, unless the request named one of its own.
-
-        Raises StorageFull for what is larger than what may come unasked.
-        """
-        if not self._is_waited_for(wanted) and manifest.size_bytes > wanted.unasked_bytes_max:
-            raise StorageFull(f"the KV has {manifest.size_bytes} bytes; a warm-up may pull {wanted.unasked_bytes_max}")
+        """Put the deadline off by the time the bytes may take, unless the request named one of its own."""
         ends_at_s = deadline.when()
         if not wanted.timeout_s and ends_at_s is not None:
             deadline.reschedule(ends_at_s + manifest.size_bytes / self._limits.bytes_per_s_min)
@@ -470,10 +384,9 @@ class Pulls:
         )
         ranks = range(manifest.world_size)
         name = (manifest.tenant, manifest.cache_ref)
-        coming = self._coming[name] = Coming(self._clock.now_ms(), manifest.size_bytes / len(manifest.token_ids))
+        arrival = self._arrivals[name] = Arrival(self._clock.now_ms(), manifest.size_bytes / len(manifest.token_ids))
         try:
-            # Side by side: a turn is served with what has come as far as all ranks have it.
-            saves = [self._save_rank(replace(new, rank=rank), manifest, source, peer, coming) for rank in ranks]
+            saves = [self._save_rank(replace(new, rank=rank), manifest, source, peer, arrival) for rank in ranks]
             await _all_of(saves)
         except BaseException:
             for rank in ranks:
@@ -481,22 +394,23 @@ class Pulls:
             await self._catalog.abandon_save(manifest.cache_ref)
             raise
         finally:
-            if self._coming.get(name) is coming:  # a second pull of it may have begun
-                del self._coming[name]
+            if self._arrivals.get(name) is arrival:  # a second pull of it may have begun
+                del self._arrivals[name]
 
-    async def _save_rank(self, new: NewSave, manifest: Manifest, source: Manifest, peer: Peer, coming: Coming) -> None:
+    async def _save_rank(
+        self, new: NewSave, manifest: Manifest, source: Manifest, peer: Peer, arrival: Arrival
+    ) -> None:
         prepared = await self._catalog.prepare_save(new)
-        is_stored = peer in (self._store, self._paced_store)
-        self._catalog.mark_pulled(new.cache_ref, new.rank, "object" if is_stored else "peer")
+        self._catalog.mark_pulled(new.cache_ref, new.rank, "object" if peer is self._store else "peer")
         if prepared.missing_files:
             share = len(prepared.missing_files) / len(manifest.files) / manifest.world_size
-            coming.wanted_bytes += manifest.size_bytes * share
+            arrival.wanted_bytes += manifest.size_bytes * share
             there = {(file.group, file.name, file.first_token): index for index, file in enumerate(source.files)}
             missing = (manifest.files[index] for index in prepared.missing_files)
             asked = [there[file.group, file.name, file.first_token] for file in missing]
             here = dict(zip(asked, prepared.missing_files, strict=True))
             async with aclosing(peer.block_files(source, new.rank, asked)) as files:
-                await self._take_all(new, source, here, files, coming)
+                await self._take_all(new, source, here, files, arrival)
         await self._catalog.seal(new.cache_ref, new.rank)
 
     async def _take_all(
@@ -505,13 +419,13 @@ class Pulls:
         source: Manifest,
         here: Mapping[int, int],
         files: AsyncIterator[PulledFile],
-        coming: Coming,
+        arrival: Arrival,
     ) -> None:
         """Keep files as they come; the next ones travel while the disk makes these durable, as many as have slots."""
         takes: list[asyncio.Task[None]] = []
         try:
             async for file in files:
-                takes.append(asyncio.create_task(self._take(new, source, here[file.index], file, coming)))
+                takes.append(asyncio.create_task(self._take(new, source, here[file.index], file, arrival)))
                 takes[-1].add_done_callback(file.taken)
                 if any(take.done() and take.exception() for take in takes):
                     break
@@ -522,16 +436,15 @@ class Pulls:
             await asyncio.gather(*takes, return_exceptions=True)
         _raise_cause(ends)
 
-    async def _take(self, new: NewSave, source: Manifest, block_index: int, file: PulledFile, coming: Coming) -> None:
+    async def _take(self, new: NewSave, source: Manifest, block_index: int, file: PulledFile, arrival: Arrival) -> None:
         vouched = block_checksum(source, file.index, new.rank)
         size_bytes = await self._catalog.take_block(new.cache_ref, new.rank, block_index, file.data, vouched=vouched)
-        coming.come_bytes += size_bytes
+        arrival.come_bytes += size_bytes
         self._metrics.pulled_bytes.inc(size_bytes)
         crash_point(BETWEEN_PULLED_BLOCKS)
 
-    def _ended(self, task: asyncio.Task[str]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
-        self._give_way()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("pull failed", exc_info=error)
 

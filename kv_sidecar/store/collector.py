@@ -24,11 +24,12 @@ from contextcache.model import MAX_TTL_S, CacheRef, HeldCacheRef, SessionId, Ten
 from contextcache.names import CACHE_REF_PATTERN, KEPT_PREFIX, prompt_ref
 from kv_sidecar.orphans import QUESTION_REFS
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.store import hot_lists
 from kv_sidecar.store.objects import ObjectStore, StoredObject, each
 from kv_sidecar.store.stored_kv import StoredSession, manifest_name, ref_of
 from kv_sidecar.store.writer import SharedTier
 
+_LISTS = ".hot"
+"""Directory of lists that pods of release 0.1.0 write for the start of others."""
 COLLECTOR = "collector"
 """Object whose age is the time since the last pass. It holds the bytes that the pass left, by tenant."""
 UPPER_MARK, LOWER_MARK = 0.95, 0.9
@@ -97,7 +98,7 @@ class SharedCollector:
         await self.objects.put(COLLECTOR, json.dumps(dict(self.bytes_by_tenant)).encode())
         removed, shelves = 0, {}
         for tenant in await self.objects.directories():
-            if tenant == hot_lists.DIRECTORY:
+            if tenant == _LISTS:
                 await self._remove_old_lists()
                 continue
             num_doomed, shelves[tenant] = await self._collect(tenant, orphans)
@@ -121,9 +122,9 @@ class SharedCollector:
             self._held_kib_s[tenant] += int(size_bytes // 1024 * seconds)
 
     async def _remove_old_lists(self) -> None:
-        """Remove old lists of hot contexts, and leftovers of a crash beside them."""
+        """Remove the lists of hot contexts that pods of release 0.1.0 left."""
         before_ms = self.runtime.clock.now_ms() - self.limits.grace_s * 1000
-        found = [it async for it in self.objects.listed(f"{hot_lists.DIRECTORY}/")]
+        found = [it async for it in self.objects.listed(f"{_LISTS}/")]
         old = [it.name for it in found if it.modified_at_ms < before_ms]
         await each(old, self.objects.delete)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -12,15 +11,9 @@ from pathlib import Path
 import pytest
 
 from contextcache.clock import SystemClock
-from contextcache.errors import CacheRefNotFound, CacheRefPending
-from contextcache.model import Manifest
-from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.errors import CacheRefNotFound
 from deploy.local import s3_server
-from kv_sidecar.format.manifest import block_key
-from kv_sidecar.server import serve
-from kv_sidecar.store.hot_lists import HotLists
 from kv_sidecar.store.objects import ObjectStore
-from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
 from tests.kit.lying_store import BLOCKS, LyingStore
 from tests.kit.ports import free_port
@@ -79,7 +72,7 @@ async def names(test: str) -> set[str]:
 
 
 async def brought(kv: SidecarUnderTest, cache_ref: str) -> None:
-    assert kv.sidecar.bring(TENANT, [cache_ref])
+    assert kv.sidecar.resolver.bring(TENANT, [cache_ref])
     await until(_value(lambda: kv.sidecar.pulls.num_pulls), is_so=lambda number: not number, what="the pull has ended")
 
 
@@ -129,44 +122,6 @@ async def test_a_store_that_does_not_serve_is_a_miss_in_time_with_nothing_left_a
         assert await kv.load(new) == ["object"] * 3
 
 
-async def test_an_engine_loads_what_a_slow_store_has_sent_when_it_waits_no_longer_and_the_next_turn_all(proxy, pod):
-    """Seen to fail with a beginning that LoadBlocks does not know."""
-    async with pod("a") as kv:
-        new = await kv.save(TEN)
-        whole = await kv.catalog.open(TENANT, new.cache_ref)
-        assert await kv.sidecar.shared.flush(60) == 0
-    async with pod("b", call_s=60, timeout_s=60) as kv:
-        proxy.fault, proxy.named = "held", block_key(whole, 1, 0).file_name
-        server = serve(kv.sidecar, ["127.0.0.1:0"])
-        await server.start()
-        rank = await asyncio.to_thread(EngineRank, f"127.0.0.1:{server.ports[0]}")
-
-        async def asked(wait_ms: int) -> tuple[Manifest, pb.GetManifestResponse]:
-            question = pb.GetManifestRequest(tenant=TENANT, cache_ref=new.cache_ref, bring=True, wait_ms=wait_ms)
-            return await asyncio.to_thread(rank.client.find_manifest, question, 30)
-
-        try:
-            with pytest.raises(CacheRefPending):
-                await asked(60_000)
-            begun, answer = await until(lambda: asked(0), what="something has come", despite=(CacheRefPending,))
-            with pytest.raises(CacheRefPending):
-                await asked(60_000)
-
-            assert (begun.token_ids, answer.coming, answer.tier) == (TEN[:4], True, pb.TIER_OBJECT)
-            assert await asyncio.to_thread(rank.load_files, begun) == {pb.TIER_OBJECT}
-            proxy.go.set()
-            all_of_it, answer = await until(lambda: asked(60_000), what="all has come", despite=(CacheRefPending,))
-            assert (all_of_it.token_ids, answer.coming) == (TEN, False)
-            # What was pulled says so until all of it has been loaded once.
-            assert await asyncio.to_thread(rank.load_files, begun) == {pb.TIER_OBJECT}
-            await asyncio.to_thread(rank.load, new)
-            assert await asyncio.to_thread(rank.load_files, begun) == {pb.TIER_HOST}
-        finally:
-            proxy.go.set()
-            rank.close()
-            await server.stop(1)
-
-
 @pytest.mark.parametrize("fault", ["slow", "errors"])
 async def test_saves_and_deletes_do_not_wait_for_a_store_that_does_not_serve(proxy, pod, request, fault):
     async with pod("a") as kv:
@@ -187,14 +142,3 @@ async def test_saves_and_deletes_do_not_wait_for_a_store_that_does_not_serve(pro
         proxy.fault = ""
         await kv.sidecar.shared.flush(60)
     assert await names(request.node.name) == set()
-
-
-async def test_of_pods_that_start_at_once_one_takes_a_list_over(proxy, request: pytest.FixtureRequest) -> None:
-    """Seen to fail with claims that replace each other: several took it."""
-    objects = ObjectStore(url_of(request.node.name), timeout_s=10)
-    await HotLists(objects, endpoint="gone", gone_after_s=60).write(FINGERPRINT, [(TENANT, "ctx_1")], leaves=True)
-    starting = [HotLists(objects, endpoint=f"pod-{number}", gone_after_s=60) for number in range(6)]
-    taken = [found for found in await asyncio.gather(*(it.take(FINGERPRINT) for it in starting)) if found]
-
-    assert [(found.endpoint, found.contexts) for found in taken] == [("gone", ((TENANT, "ctx_1"),))]
-    assert [await objects.create("x", b"1"), await objects.create("x", b"2")] == [True, False]

@@ -249,7 +249,7 @@ async def written(kv: SidecarUnderTest) -> None:
 
 async def brought(kv: SidecarUnderTest, cache_ref: str) -> None:
     """Have KV fetched from the shared store, and return when that has ended, well or badly."""
-    assert kv.sidecar.bring(TENANT, [cache_ref])
+    assert kv.sidecar.resolver.bring(TENANT, [cache_ref])
 
     async def num_pulls() -> int:
         return kv.sidecar.pulls.num_pulls

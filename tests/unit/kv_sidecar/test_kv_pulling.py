@@ -17,10 +17,9 @@ from contextcache.model import KVGroup, Manifest, plain_group
 from contextcache.names import new_cache_ref
 from kv_sidecar.forking import NewFork
 from kv_sidecar.format.block_file import parse_block_file
-from kv_sidecar.format.manifest import block_key
 from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.moving.peer import StoredPeer
-from kv_sidecar.moving.pulling import Coming, Reply, WaitingTurn, Wanted
+from kv_sidecar.moving.pulling import Reply, Wanted
 from kv_sidecar.saves import NewSave
 from kv_sidecar.sidecar import Sidecar
 from tests.kit.catalog_peer import CatalogPeer
@@ -33,8 +32,6 @@ SMALLER = plain_group(len(PROMPT), BLOCK_TOKENS // 2)
 """Blocks that no save of `here` may have."""
 PEER = "10.0.0.7:50061"
 STARTED = Reply("started")
-NOW = WaitingTurn(0)
-"""A turn that waits no longer."""
 
 
 @dataclass
@@ -68,14 +65,6 @@ class Pair:
         self.peer.released = taken.append
         assert self.start(cache_ref) == STARTED
         await until(lambda: len(taken) == num_files, what="files have come")
-
-    async def beginning(self, cache_ref: str, turn: WaitingTurn = NOW, *, tenant: str = TENANT) -> Manifest:
-        return await self.here.sidecar.manifest(tenant, cache_ref, bring=False, turn=turn)
-
-    async def is_pending(self, cache_ref: str, turn: WaitingTurn = NOW) -> bool:
-        with pytest.raises(CacheRefPending):
-            await self.beginning(cache_ref, turn)
-        return True
 
     async def load(self, manifest: Manifest, rank: int = 0, lease: LeaseTerms | None = None) -> list[str]:
         indices = range(len(manifest.files))
@@ -563,152 +552,36 @@ async def test_a_pull_that_cannot_be_is_refused(pair: Pair, wanted: Wanted) -> N
         pair.here.sidecar.pulls.start(wanted)
 
 
-async def test_a_turn_that_waits_no_longer_gets_the_first_tokens_that_have_come(pair: Pair) -> None:
-    new = await pair.there.save(PROMPT)
-    whole = await pair.there.catalog.open(TENANT, new.cache_ref)
-    await pair.begin(new.cache_ref)
-    found = await pair.beginning(new.cache_ref)
-
-    assert (found.cache_ref, found.token_ids, found.files) == (new.cache_ref, PROMPT[:4], whole.files[:1])
-    assert found.block_checksums == whole.block_checksums[:1]
-    assert await pair.load(found) == ["peer"]
-    assert pair.here.manifest_files() == set()
-    pair.peer.hold_block.set()
-    await pair.ended()
-    assert await pair.beginning(new.cache_ref) == whole
-    assert await pair.here.load(new) == ["peer"] * 3, "a beginning that was loaded does not make it our own"
-
-
-async def test_whoever_does_not_ask_for_a_beginning_or_of_another_tenant_gets_none(pair: Pair) -> None:
+async def test_kv_is_pending_until_all_of_it_has_come_and_another_tenants_is_not_found(pair: Pair) -> None:
     new = await pair.there.save(PROMPT)
     await pair.begin(new.cache_ref)
 
     with pytest.raises(CacheRefPending):
-        await pair.here.sidecar.manifest(TENANT, new.cache_ref, bring=False)
+        await pair.here.catalog.open(TENANT, new.cache_ref)
     with pytest.raises(CacheRefNotFound) as foreign:
-        await pair.beginning(new.cache_ref, tenant="other")
+        await pair.here.catalog.open("other", new.cache_ref)
     assert not isinstance(foreign.value, CacheRefPending)
+    pair.peer.hold_block.set()
+    await pair.ended()
+    assert await pair.here.load(new) == ["peer"] * 3
 
 
 @pytest.mark.parametrize(
-    ("turn", "is_late"),
-    [
-        (WaitingTurn(100, 1.0), True),
-        (WaitingTurn(5_000, 1.0), False),
-        (WaitingTurn(100, 1e9), False),
-        (WaitingTurn(100), False),
-    ],
-    ids=["computes_faster", "comes_in_time", "computes_slower", "nobody_knows"],
+    ("wait_ms", "compute_us", "misses"),
+    [(100, 1.0, True), (5_000, 1.0, False), (100, 1e9, False), (100, 0.0, False)],
+    ids=["computes_faster", "comes_in_time", "computes_slower", "rate_unknown"],
 )
-async def test_a_turn_waits_on_unless_the_rest_is_surely_late_and_computed_faster(
-    pair: Pair, turn: WaitingTurn, is_late: bool
+async def test_a_pull_misses_its_time_if_the_rest_surely_takes_longer_and_is_computed_faster(
+    pair: Pair, wait_ms: int, compute_us: float, misses: bool
 ) -> None:
     new = await pair.there.save(PROMPT)
     await pair.begin(new.cache_ref)
-    assert await pair.is_pending(new.cache_ref, turn)
+    pulls = pair.here.sidecar.pulls
+    assert not pulls.will_miss(TENANT, new.cache_ref, wait_ms, compute_us)
     pair.clock.advance(ms=600)
 
-    if is_late:
-        assert (await pair.beginning(new.cache_ref, turn)).token_ids == PROMPT[:4]
-    else:
-        assert await pair.is_pending(new.cache_ref, turn)
-
-
-async def test_a_beginning_ends_where_one_rank_has_no_more(pair: Pair) -> None:
-    """Seen to fail with one rank after the other: there was none until the last rank came."""
-    pair.introduce(world_size=2)
-    ranks = await save_ranks(pair.there, 2)
-    pair.peer.is_free = lambda rank, index: (rank, index) not in {(0, 2), (1, 1)}
-    await pair.begin(ranks[0].cache_ref, num_files=3)
-    found = await pair.beginning(ranks[0].cache_ref)
-
-    assert found.token_ids == PROMPT[:4]
-    assert [await pair.load(found, rank) for rank in range(2)] == [["peer"]] * 2
-
-
-async def test_a_file_that_comes_before_the_one_in_front_of_it_waits_for_that(pair: Pair) -> None:
-    here = await pair.here.save(PROMPT[:8], session_id="ctx_2")
-    await pair.here.sidecar.tiers.put_aside(block_key(pair.here.plan(here), 0, 0))
-    new = await pair.there.save(PROMPT)
-    pair.peer.is_free = lambda rank, index: False
-    await pair.begin(new.cache_ref, num_files=0)
-    await pair.peer.arrived.wait()
-
-    assert await pair.is_pending(new.cache_ref)
-
-
-async def test_a_context_with_a_window_has_no_beginning(pair: Pair) -> None:
-    groups = (
-        KVGroup("full_attention", 4, ((0, 10),), 0, "a0" * 8),
-        KVGroup("sliding_window", 4, ((3, 10),), 8, "b0" * 8),
-    )
-    new = await pair.there.save(PROMPT, groups=groups)
-    await pair.begin(new.cache_ref)
-
-    assert await pair.is_pending(new.cache_ref)
-
-
-async def test_an_engines_own_save_has_no_beginning(pair: Pair) -> None:
-    saving = new_save(PROMPT, now_ms=pair.clock.now_ms())
-    await pair.here.catalog.prepare_save(saving)
-    await pair.here.send(saving, 0)
-
-    assert await pair.is_pending(saving.cache_ref)
-    with pytest.raises(CacheRefPending):
-        await pair.here.catalog.open(TENANT, saving.cache_ref, begun=True)
-
-
-async def test_a_deletion_takes_the_beginning_of_a_pull_too(pair: Pair) -> None:
-    new = await pair.there.save(PROMPT)
-    await pair.begin(new.cache_ref)
-    await pair.beginning(new.cache_ref)
-    await pair.here.catalog.delete(TENANT, SESSION, ())
-
-    assert await pair.is_pending(new.cache_ref)
-    assert pair.here.block_files() == set()
-    pair.peer.hold_block.set()
-    await pair.ended()
-    assert pair.has_nothing()
-
-
-async def test_what_is_loaded_of_a_pull_that_fails_stays_until_it_is_copied_and_no_longer(pair: Pair) -> None:
-    new = await pair.there.save(PROMPT)
-    await pair.begin(new.cache_ref)
-    found = await pair.beginning(new.cache_ref)
-    lease = LeaseTerms("a" * 16, 60_000)
-    assert await pair.load(found, lease=lease) == ["peer"]
-    pair.peer.breaks = True
-    pair.peer.hold_block.set()
-    await pair.ended()
-
-    assert pair.pulls("sidecar_unavailable") == 1
-    assert await pair.load(found, lease=lease) == ["host"]
-    await pair.here.catalog.end_load(lease.lease_id)
-    assert pair.has_nothing()
-    with pytest.raises(CacheRefNotFound):
-        await pair.beginning(new.cache_ref)
-
-
-async def test_an_expired_context_has_no_beginning(pair: Pair) -> None:
-    new = await pair.there.save(PROMPT)
-    await pair.begin(new.cache_ref)
-    pair.clock.advance(s=2 * 3600)
-
-    assert await pair.is_pending(new.cache_ref)
-
-
-def test_what_comes_faster_because_somebody_waits_now_is_measured_anew():
-    """At the rate at which it came unasked, the first second would be taken for late, and the rest computed."""
-    coming = Coming(began_at_ms=0, token_bytes=1000, wanted_bytes=1_000_000)
-    coming.come_bytes = 10_000
-    turn = WaitingTurn(wait_ms=2000, compute_us_per_token=100)
-
-    assert coming.is_late_for(turn, 1000)
-    coming.measure_anew(1000)
-    assert not coming.is_late_for(turn, 1000)
-    coming.come_bytes = 600_000
-    assert not coming.is_late_for(turn, 2000)
-    assert coming.wanted_bytes == 990_000
+    assert pulls.will_miss(TENANT, new.cache_ref, wait_ms, compute_us) == misses
+    assert not pulls.will_miss("other", new.cache_ref, wait_ms, compute_us)
 
 
 async def test_a_fetch_that_is_cancelled_in_any_moment_gives_its_room_back(pair: Pair) -> None:

@@ -210,6 +210,22 @@ async def test_kv_of_a_peer_that_is_computed_sooner_is_not_waited_for(pods: Pods
     assert (found.manifest, found.reason) == (None, "no_manifest")
 
 
+async def test_a_pull_that_surely_misses_its_time_is_not_waited_for(pods: Pods) -> None:
+    """The rest would take minutes at the rate so far; the engine computes it in microseconds."""
+    theirs = await pods.there.save(DOCUMENT)
+    pods.peer.hold_block.clear()
+    pods.here.sidecar.pulls.start(Wanted(TENANT, (theirs.cache_ref,), PEER))
+    first: list[int] = []
+    pods.peer.released = first.append
+    await until(lambda: bool(first), what="a file has come")
+    pods.here.clock.advance(ms=600_000)
+    async with asyncio.timeout(5):
+        found = await pods.ask(theirs.cache_ref, pull_wait_ms=LONG_MS, compute_us_per_token=1.0)
+    pods.peer.hold_block.set()
+
+    assert (found.manifest, found.reason) == (None, "cache_ref_pending")
+
+
 async def test_a_checkpoint_is_looked_at_only_where_its_context_does_not_serve_all_it_shares(pods: Pods) -> None:
     window = (KVGroup("sliding_window", BLOCK_TOKENS, ((16, 22),), 6, "a" * 16),)
     at_prompt = (KVGroup("sliding_window", BLOCK_TOKENS, ((4, 10),), 6, "a" * 16),)

@@ -111,11 +111,11 @@ async def test_what_the_store_does_not_have_is_asked_for_once_and_missed_at_once
     async with pod("a") as kv:
         ref = "ref_" + "0" * 32
         await brought(kv, ref)
-        assert not kv.sidecar.bring(TENANT, [ref])
+        assert not kv.sidecar.resolver.bring(TENANT, [ref])
         with pytest.raises(CacheRefNotFound):
             await kv.catalog.open(TENANT, ref)
         clock.advance(s=60)
-        assert kv.sidecar.bring(TENANT, [ref])
+        assert kv.sidecar.resolver.bring(TENANT, [ref])
 
 
 async def test_blocks_that_two_contexts_begin_with_are_stored_once_and_stay_until_both_are_deleted(pod, tmp_path):

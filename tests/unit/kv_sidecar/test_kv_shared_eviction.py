@@ -155,7 +155,7 @@ async def test_what_is_used_is_noted_and_stays(pod, clock, tmp_path, use):
         refs = await three_contexts(kv, tmp_path)
         size_bytes = stored_bytes(tmp_path)
         if use == "loaded where it is":
-            await kv.sidecar.manifest(TENANT, refs[0], bring=False)
+            await kv.sidecar.resolver.manifest(TENANT, refs[0])
             await written(kv)
     async with pod("b", store_limit_bytes=size_bytes) as kv:
         if use == "fetched elsewhere":

@@ -245,7 +245,7 @@ async def test_contexts_are_written_before_what_is_kept_and_while_it_is(pod, mon
 async def test_objects_of_lmcache_stay_in_their_pod(pod, tmp_path):
     async with pod("a") as kv:
         kept = await kv.save(SAID, session_id=f"{OBJECT_PREFIX}1")
-        await kv.sidecar.manifest(TENANT, kept.cache_ref, bring=False)
+        await kv.sidecar.resolver.manifest(TENANT, kept.cache_ref)
         assert kv.sidecar.shared.num_waiting == len(kv.sidecar.shared._chores) == 0
     assert objects(tmp_path) == set()
 
