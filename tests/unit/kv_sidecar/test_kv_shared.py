@@ -19,7 +19,7 @@ from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.store import stored_kv, writer
 from kv_sidecar.store.collector import COLLECTOR
 from kv_sidecar.store.objects import ObjectStore
-from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
+from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.store_keys import write_store_keys
 from tests.kit.until import until
 
@@ -84,6 +84,32 @@ async def test_a_context_is_served_by_another_pod_when_its_own_is_gone_with_its_
         assert await kv.load(new) == ["host"] * 3
         assert {key: kv.path_of(key).read_bytes() for key in kv.block_files()} == files
         assert (kv.counted("pulls_total", outcome="pulled"), kv.sidecar.shared.num_waiting) == (1, 0)
+
+
+async def test_blocks_behind_one_that_is_absent_are_written_without_a_look(pod, tmp_path, monkeypatch):
+    """Seen to fail with a look at each block: three calls for a new block instead of two."""
+    looks, head = [], ObjectStore.head
+
+    async def noted(store, name):
+        looks.append(name)
+        return await head(store, name)
+
+    monkeypatch.setattr(ObjectStore, "head", noted)
+    async with pod("a") as kv:
+        new = await kv.save(tuple(range(40 * BLOCK_TOKENS)))
+        await written(kv)
+        assert kinds(tmp_path)["blocks"] == 40
+        assert len([name for name in looks if "/blocks/" in name]) <= 4
+    async with pod("b") as kv:
+        # The first blocks are those of the other context, and are found.
+        looks.clear()
+        await kv.save(tuple(range(38 * BLOCK_TOKENS)) + tuple(range(1000, 1000 + 2 * BLOCK_TOKENS)))
+        await written(kv)
+        assert len([name for name in looks if "/blocks/" in name]) >= 38
+        assert kinds(tmp_path)["blocks"] == 42
+    async with pod("c") as kv:
+        await brought(kv, new.cache_ref)
+        assert await kv.load(new) == ["object"] * 40
 
 
 async def test_what_an_engine_saves_under_the_name_of_a_pull_that_failed_is_written_to_the_store(
