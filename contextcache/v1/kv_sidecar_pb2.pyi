@@ -127,7 +127,6 @@ class HandshakeRequest(google.protobuf.message.Message):
     FINGERPRINT_JSON_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
-    ENGINE_BLOCK_TOKENS_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     """Fingerprint of the rank's KV (hex SHA-256 of canonical JSON)."""
     fingerprint_json: builtins.str
@@ -136,8 +135,6 @@ class HandshakeRequest(google.protobuf.message.Message):
     """Rank, 0 to world_size - 1."""
     world_size: builtins.int
     """Ranks that must seal."""
-    engine_block_tokens: builtins.int
-    """Not looked at any more: groups have blocks of their own sizes."""
     def __init__(
         self,
         *,
@@ -145,9 +142,8 @@ class HandshakeRequest(google.protobuf.message.Message):
         fingerprint_json: builtins.str = ...,
         rank: builtins.int = ...,
         world_size: builtins.int = ...,
-        engine_block_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine_block_tokens", b"engine_block_tokens", "fingerprint", b"fingerprint", "fingerprint_json", b"fingerprint_json", "rank", b"rank", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "fingerprint_json", b"fingerprint_json", "rank", b"rank", "world_size", b"world_size"]) -> None: ...
 
 Global___HandshakeRequest: typing_extensions.TypeAlias = HandshakeRequest
 
@@ -158,30 +154,22 @@ class HandshakeResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BLOCK_TOKENS_FIELD_NUMBER: builtins.int
-    SHARED_DIRECTORY_FIELD_NUMBER: builtins.int
     BLOCK_SIZE_BYTES_MAX_FIELD_NUMBER: builtins.int
-    DISK_DIRECTORY_FIELD_NUMBER: builtins.int
     ARENA_FIELD_NUMBER: builtins.int
     block_tokens: builtins.int
     """Least tokens in one block file (default 256): a group has the smallest multiple of its engine block from it on."""
-    shared_directory: builtins.str
-    """Not sent any more: see arena."""
     block_size_bytes_max: builtins.int
     """Largest block file accepted, in bytes."""
-    disk_directory: builtins.str
-    """Not sent any more: what is on disk comes by the arena."""
     arena: builtins.bool
     """True: there is an arena; its descriptor is at the socket `<this socket>.arena`. False: use frames."""
     def __init__(
         self,
         *,
         block_tokens: builtins.int = ...,
-        shared_directory: builtins.str = ...,
         block_size_bytes_max: builtins.int = ...,
-        disk_directory: builtins.str = ...,
         arena: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena", b"arena", "block_size_bytes_max", b"block_size_bytes_max", "block_tokens", b"block_tokens", "disk_directory", b"disk_directory", "shared_directory", b"shared_directory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena", b"arena", "block_size_bytes_max", b"block_size_bytes_max", "block_tokens", b"block_tokens"]) -> None: ...
 
 Global___HandshakeResponse: typing_extensions.TypeAlias = HandshakeResponse
 
@@ -377,23 +365,10 @@ class PrepareSaveResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    BLOCK_IDS_FIELD_NUMBER: builtins.int
-    MISSING_BLOCKS_FIELD_NUMBER: builtins.int
-    TAIL_TOKENS_FIELD_NUMBER: builtins.int
     NUM_FILES_FIELD_NUMBER: builtins.int
     MISSING_FILES_FIELD_NUMBER: builtins.int
-    tail_tokens: builtins.int
-    """Not sent any more: a context may have several tails."""
     num_files: builtins.int
     """How many files one rank has."""
-    @property
-    def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Not sent any more: names follow from tokens and groups."""
-
-    @property
-    def missing_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Not sent any more: see missing_files."""
-
     @property
     def missing_files(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Positions among the context's files (docs/project/formats.md) that have to be sent: what the sidecar lacks, and every tail."""
@@ -401,13 +376,10 @@ class PrepareSaveResponse(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        block_ids: collections.abc.Iterable[builtins.str] | None = ...,
-        missing_blocks: collections.abc.Iterable[builtins.int] | None = ...,
-        tail_tokens: builtins.int = ...,
         num_files: builtins.int = ...,
         missing_files: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "missing_blocks", b"missing_blocks", "missing_files", b"missing_files", "num_files", b"num_files", "tail_tokens", b"tail_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["missing_files", b"missing_files", "num_files", b"num_files"]) -> None: ...
 
 Global___PrepareSaveResponse: typing_extensions.TypeAlias = PrepareSaveResponse
 
@@ -420,7 +392,6 @@ class SaveBlocksRequest(google.protobuf.message.Message):
     CACHE_REF_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     BLOCK_INDEX_FIELD_NUMBER: builtins.int
-    SHARED_NAME_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
     SLOT_ID_FIELD_NUMBER: builtins.int
     LAST_FRAME_FIELD_NUMBER: builtins.int
@@ -430,8 +401,6 @@ class SaveBlocksRequest(google.protobuf.message.Message):
     """Rank."""
     block_index: builtins.int
     """Position among the context's files."""
-    shared_name: builtins.str
-    """Not taken any more: see slot_id."""
     frame: builtins.bytes
     """Next bytes of the block file, at most 1 MiB."""
     slot_id: builtins.int
@@ -444,14 +413,13 @@ class SaveBlocksRequest(google.protobuf.message.Message):
         cache_ref: builtins.str = ...,
         rank: builtins.int = ...,
         block_index: builtins.int = ...,
-        shared_name: builtins.str = ...,
         frame: builtins.bytes = ...,
         slot_id: builtins.int = ...,
         last_frame: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["frame", b"frame", "payload", b"payload", "shared_name", b"shared_name", "slot_id", b"slot_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "cache_ref", b"cache_ref", "frame", b"frame", "last_frame", b"last_frame", "payload", b"payload", "rank", b"rank", "shared_name", b"shared_name", "slot_id", b"slot_id"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["shared_name", "frame", "slot_id"] | None: ...
+    def HasField(self, field_name: typing.Literal["frame", b"frame", "payload", b"payload", "slot_id", b"slot_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "cache_ref", b"cache_ref", "frame", b"frame", "last_frame", b"last_frame", "payload", b"payload", "rank", b"rank", "slot_id", b"slot_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["frame", "slot_id"] | None: ...
 
 Global___SaveBlocksRequest: typing_extensions.TypeAlias = SaveBlocksRequest
 
@@ -796,9 +764,6 @@ class Manifest(google.protobuf.message.Message):
     SESSION_ID_FIELD_NUMBER: builtins.int
     FINGERPRINT_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
-    BLOCK_TOKENS_FIELD_NUMBER: builtins.int
-    BLOCK_IDS_FIELD_NUMBER: builtins.int
-    TAIL_TOKENS_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     EXPIRES_AT_MS_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
@@ -813,10 +778,6 @@ class Manifest(google.protobuf.message.Message):
     """Session it belongs to."""
     fingerprint: builtins.str
     """Fingerprint it can be injected under."""
-    block_tokens: builtins.int
-    """Where there are no groups: tokens in one block of the one group of full attention."""
-    tail_tokens: builtins.int
-    """Not read any more."""
     world_size: builtins.int
     """Ranks."""
     expires_at_ms: builtins.int
@@ -830,18 +791,12 @@ class Manifest(google.protobuf.message.Message):
         """Tokens that have KV."""
 
     @property
-    def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Not read any more."""
-
-    @property
     def block_checksums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Checksum of every block file (XXH3-128, hex): all of rank 0 in order, then of rank 1, and so on.
-        Empty: written by a release that did not vouch for them.
-        """
+        """Checksum of every block file (XXH3-128, hex): all of rank 0 in order, then of rank 1, and so on."""
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
-        """What the KV is of. Empty: written by a release that knew one group only."""
+        """What the KV is of."""
 
     def __init__(
         self,
@@ -851,9 +806,6 @@ class Manifest(google.protobuf.message.Message):
         session_id: builtins.str = ...,
         fingerprint: builtins.str = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        block_tokens: builtins.int = ...,
-        block_ids: collections.abc.Iterable[builtins.str] | None = ...,
-        tail_tokens: builtins.int = ...,
         world_size: builtins.int = ...,
         expires_at_ms: builtins.int = ...,
         size_bytes: builtins.int = ...,
@@ -861,7 +813,7 @@ class Manifest(google.protobuf.message.Message):
         groups: collections.abc.Iterable[Global___KVGroup] | None = ...,
         tail_ref: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_checksums", b"block_checksums", "block_ids", b"block_ids", "block_tokens", b"block_tokens", "cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "groups", b"groups", "session_id", b"session_id", "size_bytes", b"size_bytes", "tail_ref", b"tail_ref", "tail_tokens", b"tail_tokens", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_checksums", b"block_checksums", "cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "groups", b"groups", "session_id", b"session_id", "size_bytes", b"size_bytes", "tail_ref", b"tail_ref", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
 
 Global___Manifest: typing_extensions.TypeAlias = Manifest
 
@@ -1233,8 +1185,6 @@ class LoadBlocksRequest(google.protobuf.message.Message):
     FINGERPRINT_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     BLOCK_INDICES_FIELD_NUMBER: builtins.int
-    SHARED_MEMORY_FIELD_NUMBER: builtins.int
-    DISK_FILES_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
     BORROWER_FIELD_NUMBER: builtins.int
@@ -1247,10 +1197,6 @@ class LoadBlocksRequest(google.protobuf.message.Message):
     """Fingerprint of the asking rank; must equal the manifest's."""
     rank: builtins.int
     """Rank."""
-    shared_memory: builtins.bool
-    """Not looked at any more: see borrower."""
-    disk_files: builtins.bool
-    """Not looked at any more."""
     lease_id: builtins.str
     """Lease of the engine's making, 16 to 64 letters and digits: the blocks asked for are neither evicted nor freed until
     EndLoad names it. Empty: none. A second call may name it again.
@@ -1275,14 +1221,12 @@ class LoadBlocksRequest(google.protobuf.message.Message):
         fingerprint: builtins.str = ...,
         rank: builtins.int = ...,
         block_indices: collections.abc.Iterable[builtins.int] | None = ...,
-        shared_memory: builtins.bool = ...,
-        disk_files: builtins.bool = ...,
         lease_id: builtins.str = ...,
         lease_ms: builtins.int = ...,
         borrower: builtins.str = ...,
         verify: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_indices", b"block_indices", "borrower", b"borrower", "cache_ref", b"cache_ref", "disk_files", b"disk_files", "fingerprint", b"fingerprint", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "rank", b"rank", "shared_memory", b"shared_memory", "tenant", b"tenant", "verify", b"verify"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_indices", b"block_indices", "borrower", b"borrower", "cache_ref", b"cache_ref", "fingerprint", b"fingerprint", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "rank", b"rank", "tenant", b"tenant", "verify", b"verify"]) -> None: ...
 
 Global___LoadBlocksRequest: typing_extensions.TypeAlias = LoadBlocksRequest
 
@@ -1324,9 +1268,7 @@ class LoadBlocksResponse(google.protobuf.message.Message):
 
     BLOCK_INDEX_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
-    SHARED_NAME_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
-    DISK_NAME_FIELD_NUMBER: builtins.int
     SLOT_FIELD_NUMBER: builtins.int
     LAST_FRAME_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
@@ -1335,12 +1277,8 @@ class LoadBlocksResponse(google.protobuf.message.Message):
     """Position of the block."""
     tier: Global___Tier.ValueType
     """Where it was found."""
-    shared_name: builtins.str
-    """Not sent any more: see slot."""
     frame: builtins.bytes
     """Next bytes of the block file, at most 1 MiB."""
-    disk_name: builtins.str
-    """Not sent any more."""
     last_frame: builtins.bool
     """True on the last frame of a block file."""
     checksum: builtins.str
@@ -1360,17 +1298,15 @@ class LoadBlocksResponse(google.protobuf.message.Message):
         *,
         block_index: builtins.int = ...,
         tier: Global___Tier.ValueType = ...,
-        shared_name: builtins.str = ...,
         frame: builtins.bytes = ...,
-        disk_name: builtins.str = ...,
         slot: Global___Slot | None = ...,
         last_frame: builtins.bool = ...,
         checksum: builtins.str = ...,
         more: collections.abc.Iterable[Global___LoadBlocksResponse] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["disk_name", b"disk_name", "frame", b"frame", "payload", b"payload", "shared_name", b"shared_name", "slot", b"slot"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "checksum", b"checksum", "disk_name", b"disk_name", "frame", b"frame", "last_frame", b"last_frame", "more", b"more", "payload", b"payload", "shared_name", b"shared_name", "slot", b"slot", "tier", b"tier"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["shared_name", "frame", "disk_name", "slot"] | None: ...
+    def HasField(self, field_name: typing.Literal["frame", b"frame", "payload", b"payload", "slot", b"slot"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "checksum", b"checksum", "frame", b"frame", "last_frame", b"last_frame", "more", b"more", "payload", b"payload", "slot", b"slot", "tier", b"tier"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["frame", "slot"] | None: ...
 
 Global___LoadBlocksResponse: typing_extensions.TypeAlias = LoadBlocksResponse
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from google.protobuf.message import Message
 
 from contextcache.errors import ContextCacheError
-from contextcache.model import CacheSessionMetadata, KVGroup, Manifest, Usage, UsageReport, kv_kind, plain_group
+from contextcache.model import CacheSessionMetadata, KVGroup, Manifest, Usage, UsageReport, kv_kind
 from contextcache.terms import Terms
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -155,12 +155,6 @@ def _numbers(enum: Any) -> Mapping[str, int]:
     return {value.name.removeprefix(prefix): value.number for value in enum.values}
 
 
-def _groups(message: Any) -> tuple[KVGroup, ...]:
-    """Return the groups of a manifest. A manifest without groups has one of full attention."""
-    found = tuple(value_of(KVGroup, group) for group in message.groups)
-    return found or (plain_group(len(message.token_ids), message.block_tokens),)
-
-
 _FIELDS: Mapping[Any, Mapping[str, Callable[[Any], Any]]] = {
     CacheSessionMetadata: {
         "holders": lambda session: session.holders or (),
@@ -190,7 +184,7 @@ _ARGUMENTS: Mapping[Any, Mapping[str, Callable[[Any], Any]]] = {
         "runs": lambda message: tuple((run.first_token, run.end_token) for run in message.runs),
     },
     # The files of a manifest follow from the rest (kv_sidecar.format.manifest).
-    Manifest: {"files": lambda _message: (), "groups": _groups},
+    Manifest: {"files": lambda _message: ()},
     Terms: {"metadata": lambda message: dict(message.metadata.entries) if message.HasField("metadata") else None},
     UsageReport: {
         "days": lambda message: {day.day: [value_of(Usage, one) for one in day.usage] for day in message.days}

@@ -22,8 +22,6 @@ from kv_sidecar.format.ids import BlockKey, BlockKind, block_id, pack_token_ids,
 from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
 
 FORMAT = "context-cache-block-2"
-FORMAT_1 = "context-cache-block-1"
-"""Read, never written: of plain engines, the same bytes in another shape."""
 TENSOR = "pages"
 _CODEC = "codec"
 _NO_CHECKSUM = "0" * 32
@@ -118,7 +116,7 @@ class BlockFile:
         self.data = data.toreadonly()
         """The whole file."""
         header, start = decode_header(self.data)
-        if header.tensor != TENSOR or header.dtype != "U8" or len(header.shape) not in {1, 3}:
+        if header.tensor != TENSOR or header.dtype != "U8" or len(header.shape) != 1:
             raise CorruptBlock("the file has no pages")
         self.meta, self.checksum = _meta_of(header.metadata)
         self.codec = header.metadata.get(_CODEC, "")
@@ -198,8 +196,7 @@ def _metadata(meta: BlockMeta, checksum: str) -> dict[str, str]:
 def _meta_of(metadata: Mapping[str, str]) -> tuple[BlockMeta, str]:
     try:
         kind, checksum = metadata["kind"], metadata["checksum"]
-        is_first = metadata["format"] == FORMAT_1
-        if not (is_first or metadata["format"] == FORMAT) or kind not in _KINDS or not _CHECKSUM.fullmatch(checksum):
+        if metadata["format"] != FORMAT or kind not in _KINDS or not _CHECKSUM.fullmatch(checksum):
             raise CorruptBlock("the file is not a block file of this version")
         meta = BlockMeta(
             kind=_KINDS[kind],
@@ -209,8 +206,8 @@ def _meta_of(metadata: Mapping[str, str]) -> tuple[BlockMeta, str]:
             fingerprint=metadata["fingerprint"],
             rank=int(metadata["rank"]),
             token_ids=unpack_token_ids(base64.b64decode(metadata["token_ids"], validate=True)),
-            group="" if is_first else metadata["group"],
-            first_token=0 if is_first else int(metadata["first_token"]),
+            group=metadata["group"],
+            first_token=int(metadata["first_token"]),
         )
     except (KeyError, ValueError) as exc:
         raise CorruptBlock("the block's metadata is incomplete") from exc

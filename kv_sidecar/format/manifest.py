@@ -6,7 +6,7 @@ first ones that a window still sees, or a state, which holds exactly the tokens 
 
 The file is safetensors with one U32 tensor `token_ids`; all else is in its metadata, with a checksum over both. The
 checksums of the block files are in the supplement of the tensor's entry, with a checksum of its own over them and the
-first: what release 0.1.0 wrote has none, and what it reads may have one.
+first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock, InvalidRequest
-from contextcache.model import CacheRef, KVFile, KVGroup, Manifest, SessionId, TenantId, kv_kind, plain_group
+from contextcache.model import CacheRef, KVFile, KVGroup, Manifest, SessionId, TenantId, kv_kind
 from contextcache.names import CACHE_REF_PATTERN
 from kv_sidecar.format.block_file import BlockMeta, file_meta, tail_start
 from kv_sidecar.format.ids import BlockKey, chain_block_ids, pack_token_ids, unpack_token_ids
@@ -149,8 +149,6 @@ def _servable(group: KVGroup) -> list[tuple[int, int]]:
 FORMAT = "context-cache-manifest-2"
 FORMAT_FORK = "context-cache-manifest-3"
 """Of a fork: format 2, and whose tails it has. Its own name, so that nobody who knows none looks for others."""
-FORMAT_1 = "context-cache-manifest-1"
-"""Read, never written: one group of full attention."""
 TENSOR = "token_ids"
 MAX_WORLD_SIZE = 1024
 _INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
@@ -222,15 +220,14 @@ def decode_manifest(file: bytes | memoryview) -> Manifest:
     tensor = bytes(view[start:])
     metadata = dict(header.metadata)
     is_ours = (header.tensor, header.dtype, len(header.shape)) == (TENSOR, "U32", 1)
-    if not is_ours or metadata.get("format") not in {FORMAT, FORMAT_FORK, FORMAT_1}:
+    if not is_ours or metadata.get("format") not in {FORMAT, FORMAT_FORK}:
         raise CorruptBlock("the file is not a manifest of this version")
     checksum = metadata.pop("checksum", "")
     if manifest_checksum(metadata, tensor) != checksum:
         raise CorruptBlock("the manifest's checksum is wrong")
-    read = _metadata_1 if metadata["format"] == FORMAT_1 else _metadata
     try:
         manifest = _manifest_of(metadata, unpack_token_ids(tensor))
-        again = read(manifest)
+        again = _metadata(manifest)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, InvalidRequest) as exc:
         raise CorruptBlock("the manifest's metadata is incomplete") from exc
     refs = [manifest.cache_ref, *([manifest.tail_ref] if metadata["format"] == FORMAT_FORK else [])]
@@ -265,17 +262,8 @@ def _metadata(manifest: Manifest) -> dict[str, str]:
         for group in manifest.groups
     ]
     tails = {"format": FORMAT_FORK, "tail_ref": manifest.tail_ref} if manifest.tail_ref else {"format": FORMAT}
-    return {**tails, **_names(manifest), "groups": json.dumps(groups, sort_keys=True, separators=(",", ":"))}
-
-
-def _metadata_1(manifest: Manifest) -> dict[str, str]:
-    blocks = " ".join(file.name for file in manifest.files if file.kind == "block")
-    size = {"block_tokens": str(manifest.groups[0].block_tokens), "block_ids": blocks}
-    return {"format": FORMAT_1, **_names(manifest), **size}
-
-
-def _names(manifest: Manifest) -> dict[str, str]:
     return {
+        **tails,
         "cache_ref": manifest.cache_ref,
         "tenant": manifest.tenant,
         "session_id": manifest.session_id,
@@ -283,6 +271,7 @@ def _names(manifest: Manifest) -> dict[str, str]:
         "world_size": str(manifest.world_size),
         "expires_at_ms": str(manifest.expires_at_ms),
         "size_bytes": str(manifest.size_bytes),
+        "groups": json.dumps(groups, sort_keys=True, separators=(",", ":")),
     }
 
 
@@ -305,10 +294,6 @@ def _manifest_of(metadata: Mapping[str, str], token_ids: tuple[int, ...]) -> Man
     is_sent = 0 <= expires_at_ms <= _INT64_MAX and 0 <= size_bytes <= _INT64_MAX
     if not 1 <= world_size <= MAX_WORLD_SIZE or not token_ids or not is_sent:
         raise ValueError("a number is out of range")
-    if metadata["format"] == FORMAT_1:
-        groups: tuple[KVGroup, ...] = (plain_group(len(token_ids), int(metadata["block_tokens"])),)
-    else:
-        groups = tuple(_group_of(found) for found in json.loads(metadata["groups"]))
     return with_files(
         Manifest(
             cache_ref=metadata["cache_ref"],
@@ -316,7 +301,7 @@ def _manifest_of(metadata: Mapping[str, str], token_ids: tuple[int, ...]) -> Man
             session_id=metadata["session_id"],
             fingerprint=metadata["fingerprint"],
             token_ids=token_ids,
-            groups=groups,
+            groups=tuple(_group_of(found) for found in json.loads(metadata["groups"])),
             files=(),
             world_size=world_size,
             expires_at_ms=expires_at_ms,

@@ -3,8 +3,8 @@
 The length of the head depends only on the lengths of its texts, so a writer can leave room for it, fill the tensor
 in place and write the head last. What the texts mean belongs to block_file.py and manifest.py.
 
-`supplement` is for what came later: a second object of texts, inside the tensor's entry, where release 0.1.0 (which
-takes no unknown key in `__metadata__`) and the safetensors library look at nothing but the keys they know.
+`supplement` is a second object of texts, inside the tensor's entry. The safetensors library ignores it there, and
+unknown keys in it do not make a file unreadable, as they would in `__metadata__`.
 """
 
 from __future__ import annotations

@@ -9,18 +9,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from google.protobuf import json_format
 
 from context_manager.segments import unpack_segment
+from contextcache.errors import InvalidRequest
 from contextcache.model import Manifest, SegmentKind, plain_group
 from contextcache.v1 import context_manager_pb2, kv_sidecar_pb2
 from contextcache.wire.messages import value_of
 from kv_sidecar.format.block_file import parse_block_file
-from kv_sidecar.format.manifest import block_meta, decode_manifest
-from kv_sidecar.format.safetensors_header import decode_header
-from tests.kit import first_format
+from kv_sidecar.format.manifest import block_meta, decode_manifest, encode_manifest, with_files
 
 RECORDED = json.loads(Path(__file__).with_name("recorded_wire.json").read_text())
 STORED = {name: bytes.fromhex(text) for name, text in RECORDED["stored"].items()}
@@ -44,13 +42,11 @@ def test_a_message_of_before_means_what_it_meant(name):
     assert json_format.MessageToDict(read, preserving_proto_field_name=True) == recorded["means"]
 
 
-def test_a_manifest_of_before_on_the_wire_is_of_one_group():
-    message = kv_sidecar_pb2.Manifest.FromString(
-        bytes.fromhex(RECORDED["messages"]["contextcache.v1.Manifest"]["bytes"])
-    )
-    read = value_of(Manifest, message)
+def test_a_manifest_on_the_wire_without_groups_is_refused():
+    message = kv_sidecar_pb2.Manifest(cache_ref="ref_1", token_ids=TOKENS, world_size=1)
 
-    assert read.groups == (plain_group(len(read.token_ids), message.block_tokens),)
+    with pytest.raises(InvalidRequest):
+        with_files(value_of(Manifest, message))
 
 
 def test_every_call_of_before_is_there_with_its_shapes():
@@ -75,26 +71,17 @@ def test_a_segment_in_redis_of_before_is_read():
     assert (segment.kind, segment.num_tokens, segment.text) == (SegmentKind.PROMPT, len(TOKENS), "Grüße")
 
 
-def test_a_block_of_before_is_read_under_a_manifest_that_vouches_for_nothing():
+def test_a_block_of_the_first_release_is_read_under_its_manifest():
     manifest = decode_manifest(STORED["manifest"])
     block = parse_block_file(STORED["block"])
 
-    block.verify(block_meta(manifest, 0, 0))
+    block.verify(block_meta(manifest, 0, 0), vouched=manifest.block_checksums[0])
 
-    assert (manifest.token_ids, manifest.block_checksums) == (TOKENS, ())
+    assert (manifest.token_ids, len(manifest.block_checksums)) == (TOKENS, 2)
+    assert encode_manifest(manifest) == STORED["manifest"]
     assert manifest.groups == (plain_group(len(TOKENS), 4),)
     assert [(file.kind, file.first_token, file.end_token) for file in manifest.files] == [
         ("block", 0, 4),
         ("tail", 4, 5),
     ]
     assert (block.pages == 7).all()
-
-
-def test_the_kit_writes_the_first_format_as_it_was():
-    """So that what tests say of it, they say of what lies on disks."""
-    manifest = decode_manifest(STORED["manifest"])
-    header, start = decode_header(memoryview(STORED["block"]))
-    pages = np.frombuffer(STORED["block"][start:], dtype=np.uint8).reshape(header.shape)
-
-    assert first_format.manifest_file(manifest) == STORED["manifest"]
-    assert first_format.block_file(parse_block_file(STORED["block"]).meta, pages) == STORED["block"]

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc.aio
-import numpy as np
 import pytest
 from typing_extensions import override
 
@@ -26,18 +25,13 @@ from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.format.manifest import block_meta
 from kv_sidecar.server import serve
 from tests.integration.test_sidecar_process import SidecarProcess
-from tests.kit import first_format
 from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import (
-    ENGINE_BLOCKS,
     FINGERPRINT,
-    LAYERS,
-    PAGE_BYTES,
     SESSION,
     TENANT,
     SidecarUnderTest,
     block_file_bytes,
-    fill_of,
     new_save,
 )
 from tests.kit.ports import free_port
@@ -295,7 +289,6 @@ async def test_a_pull_of_what_is_here_is_answered_as_present(start_node) -> None
     "lie",
     [
         "another_position",
-        "a_shared_name",
         "too_much",
         "too_little",
         "unasked",
@@ -321,24 +314,6 @@ async def test_a_peer_that_does_not_keep_to_the_protocol_is_not_believed(start_n
 
     assert here.pulls("corrupt_block") == 1
     assert here.kv.block_files() == set()
-
-
-async def test_a_peer_of_the_release_before_has_one_group_and_is_pulled_from(start_node) -> None:
-    there = await start_node("there")
-    here = await start_node("here")
-    new = await there.kv.save(PROMPT)
-    manifest = await there.kv.catalog.open(TENANT, new.cache_ref)
-    server = grpc.aio.server()
-    pb_grpc.add_KVSidecarServiceServicer_to_server(PeerOfBefore(manifest), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    await here.pull(new.cache_ref, peer=f"127.0.0.1:{port}")
-    await here.settled()
-    await server.stop(0)
-
-    assert here.pulls("pulled") == 1
-    assert (await here.kv.catalog.open(TENANT, new.cache_ref)).files == manifest.files
-    assert len(await here.kv.load(new)) == 3
 
 
 @pytest.mark.thorough
@@ -397,7 +372,6 @@ class Liar(pb_grpc.KVSidecarServiceServicer):
         part = pb.LoadBlocksResponse(block_index=0, frame=files[0][:100])
         answers = {
             "another_position": [whole[1]],
-            "a_shared_name": [pb.LoadBlocksResponse(block_index=0, shared_name="x", last_frame=True)],
             "too_much": [part] * 50,
             "too_little": [whole[0], whole[1]],
             "unasked": [whole[0], whole[1], whole[2], whole[2]],
@@ -405,29 +379,6 @@ class Liar(pb_grpc.KVSidecarServiceServicer):
         }
         for answer in answers[self._lie]:
             yield answer
-
-
-class PeerOfBefore(pb_grpc.KVSidecarServiceServicer):
-    """A peer that knows no groups, and hands out block files of the first format."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-
-    @override
-    async def GetManifest(self, request, context):
-        manifest = message_of(pb.Manifest, self._manifest)
-        manifest.block_tokens = self._manifest.groups[0].block_tokens
-        manifest.block_ids.extend(file.name for file in self._manifest.files if file.kind == "block")
-        manifest.tail_tokens = len(self._manifest.token_ids) % manifest.block_tokens
-        manifest.ClearField("groups")
-        return pb.GetManifestResponse(manifest=manifest)
-
-    @override
-    async def LoadBlocks(self, request, context):
-        for index in request.block_indices:
-            meta = block_meta(self._manifest, index, 0)
-            pages = np.full((LAYERS, ENGINE_BLOCKS, PAGE_BYTES), fill_of(meta), dtype=np.uint8)
-            yield pb.LoadBlocksResponse(block_index=index, frame=first_format.block_file(meta, pages), last_frame=True)
 
 
 async def stopped_peer(process: SidecarProcess) -> str:

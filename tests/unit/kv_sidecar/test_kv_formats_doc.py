@@ -6,18 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from contextcache.model import KVGroup
 from contextcache.names import new_cache_ref
 from kv_sidecar.forking import NewFork
 from kv_sidecar.format.block_file import FORMAT as BLOCK_FORMAT
-from kv_sidecar.format.block_file import FORMAT_1 as BLOCK_FORMAT_1
 from kv_sidecar.format.manifest import FORMAT as MANIFEST_FORMAT
-from kv_sidecar.format.manifest import FORMAT_1 as MANIFEST_FORMAT_1
-from kv_sidecar.format.manifest import FORMAT_FORK, block_key, block_meta, rank_keys
-from tests.kit import first_format
+from kv_sidecar.format.manifest import FORMAT_FORK, block_key, block_meta
 from tests.kit.kv_blocks import (
     ENGINE_BLOCKS,
     LAYERS,
@@ -70,23 +66,6 @@ async def test_the_printed_reader_reads_every_file_of_every_group(tmp_path: Path
     ]
     for index, (_, _, _, pages) in enumerate(files):
         assert set(pages) == {fill_of(block_meta(plan, index, 0))}
-
-
-@pytest.mark.parametrize("num_tokens", [3, 4, 10])
-def test_the_printed_reader_reads_the_first_format(tmp_path: Path, reader: dict[str, Any], num_tokens: int) -> None:
-    kv = SidecarUnderTest(tmp_path)
-    plan = kv.plan(new_save(tuple(range(num_tokens)), now_ms=1))
-    for index, key in enumerate(rank_keys(plan, 0)):
-        pages = np.full((LAYERS, ENGINE_BLOCKS, PAGE_BYTES), index, dtype=np.uint8)
-        kv.path_of(key).parent.mkdir(parents=True, exist_ok=True)
-        kv.path_of(key).write_bytes(first_format.block_file(block_meta(plan, index, 0), pages))
-    path = tmp_path / "data" / "manifests" / plan.cache_ref[4:6] / f"{plan.cache_ref}.safetensors"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(first_format.manifest_file(plan))
-    files = list(reader["read_pages"](tmp_path / "data", plan.cache_ref))
-
-    assert [token for _, _, ids, _ in files for token in ids] == list(range(num_tokens))
-    assert [set(pages) for *_, pages in files] == [{index} for index in range(len(plan.files))]
 
 
 @pytest.mark.parametrize("groups", [(), GROUPS])
@@ -159,10 +138,3 @@ def test_the_page_names_the_formats_that_are_written() -> None:
     assert f"`{BLOCK_FORMAT}`" in text
     assert f"`{MANIFEST_FORMAT}`" in text
     assert f"`{FORMAT_FORK}`" in text
-
-
-def test_the_page_names_the_formats_that_are_read() -> None:
-    text = DOCUMENT.read_text()
-
-    assert f"`{BLOCK_FORMAT_1}`" in text
-    assert f"`{MANIFEST_FORMAT_1}`" in text

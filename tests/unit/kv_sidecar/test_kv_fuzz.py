@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -37,7 +36,6 @@ from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, en
 from kv_sidecar.moving.frames import FrameAssembly
 from kv_sidecar.sealed.index import record_of
 from kv_sidecar.sealed.prefixes import PrefixIndex
-from tests.kit import first_format
 from tests.kit.kv_blocks import block_file_bytes, block_meta_of, new_save
 
 PLAN = new_save(tuple(range(10)), now_ms=1, world_size=2).manifest(block_tokens=4)
@@ -49,10 +47,8 @@ GROUPS = (
 HYBRID = new_save(tuple(range(10)), now_ms=1, world_size=2, groups=GROUPS).manifest(block_tokens=4)
 MANIFEST = encode_manifest(replace(PLAN, block_checksums=("0" * 32,) * 6))
 HYBRID_MANIFEST = encode_manifest(replace(HYBRID, block_checksums=("0" * 32,) * (2 * num_files(HYBRID))))
-FIRST_MANIFEST = first_format.manifest_file(replace(PLAN, block_checksums=("0" * 32,) * 6))
 BLOCK = block_file_bytes(block_meta_of())
 GROUP_BLOCK = block_file_bytes(replace(block_meta_of(), group="a0" * 8, first_token=7))
-FIRST_BLOCK = first_format.block_file(block_meta_of(), np.ones((2, 2, 64), dtype=np.uint8))
 MEMORY_BYTES = 64 << 20
 """More than any of these may take; a head of 2**60 bytes would be announced."""
 
@@ -154,10 +150,8 @@ MUTATIONS = st.lists(
 WHOLE = [
     pytest.param(read_manifest, MANIFEST, id="manifest"),
     pytest.param(read_manifest, HYBRID_MANIFEST, id="manifest-of-groups"),
-    pytest.param(read_manifest, FIRST_MANIFEST, id="manifest-1"),
     pytest.param(read_block, BLOCK, id="block"),
     pytest.param(read_block, GROUP_BLOCK, id="block-of-group"),
-    pytest.param(read_block, FIRST_BLOCK, id="block-1"),
     pytest.param(read_block_head, BLOCK, id="head"),
 ]
 
@@ -197,7 +191,7 @@ def resealed(whole: bytes, changes: dict[str, str]) -> bytes:
     return with_head({"__metadata__": metadata, "token_ids": entry}, tensor)
 
 
-@pytest.mark.parametrize("whole", [MANIFEST, FIRST_MANIFEST], ids=["manifest", "manifest-1"])
+@pytest.mark.parametrize("whole", [MANIFEST, HYBRID_MANIFEST], ids=["manifest", "manifest-of-groups"])
 @settings(deadline=None, max_examples=150)
 @given(numbers=st.dictionaries(st.sampled_from(["block_tokens", "world_size", "expires_at_ms", "size_bytes"]), NUMBERS))
 @example(numbers={"world_size": "1000000000000"})

@@ -10,27 +10,16 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, InvalidRequest
-from contextcache.model import KVGroup, Manifest, plain_group
-from kv_sidecar.format.block_file import parse_block_file
-from kv_sidecar.format.manifest import FORMAT, FORMAT_1, all_keys, block_key, block_meta, num_files
-from kv_sidecar.format.safetensors_header import decode_header
-from kv_sidecar.saves import NewSave
-from tests.kit import first_format
+from contextcache.model import KVGroup, plain_group
+from kv_sidecar.format.manifest import all_keys, block_key, block_meta, num_files
 from tests.kit.kv_blocks import (
-    BLOCK_TOKENS,
-    ENGINE_BLOCKS,
-    LAYERS,
-    PAGE_BYTES,
     TENANT,
-    TTL_MS,
     SidecarUnderTest,
     block_file_bytes,
-    fill_of,
     new_save,
 )
 
@@ -217,116 +206,3 @@ async def test_groups_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequest):
         await kv.catalog.prepare_save(new_save(TOKENS, now_ms=clock.now_ms(), groups=groups))
-
-
-# The format before there were groups.
-
-PROMPT = TOKENS[:10]
-"""Two whole blocks and a tail."""
-
-
-def write_first_format(kv: SidecarUnderTest, new: NewSave, *, vouching: bool = True) -> Manifest:
-    """Put a context on disk as a release before this one left it."""
-    manifest, checksums = kv.plan(new), []
-    for index, key in enumerate(all_keys(manifest)):
-        meta = block_meta(manifest, index, 0)
-        pages = np.full((LAYERS, ENGINE_BLOCKS, PAGE_BYTES), fill_of(meta), dtype=np.uint8)
-        path = kv.path_of(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(first_format.block_file(meta, pages))
-        checksums.append(parse_block_file(path.read_bytes()).checksum)
-    manifest = replace(
-        manifest,
-        size_bytes=sum(kv.path_of(key).stat().st_size for key in all_keys(manifest)),
-        block_checksums=tuple(checksums) if vouching else (),
-    )
-    path = manifest_path(kv, new.cache_ref)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(first_format.manifest_file(manifest))
-    return manifest
-
-
-def manifest_path(kv: SidecarUnderTest, cache_ref: str) -> Path:
-    return kv.settings.data_dir / "manifests" / cache_ref[4:6] / f"{cache_ref}.safetensors"
-
-
-def format_of(path: Path) -> str:
-    header, _ = decode_header(memoryview(path.read_bytes()))
-    return header.metadata["format"]
-
-
-@pytest.mark.parametrize("vouching", [True, False], ids=["vouching", "release 0.1.0"])
-async def test_a_context_of_the_first_format_is_served_after_a_start(
-    tmp_path: Path, clock: ManualClock, vouching: bool
-) -> None:
-    old = new_save(PROMPT, now_ms=clock.now_ms())
-    kv = SidecarUnderTest(tmp_path, clock=clock)
-    written = write_first_format(kv, old, vouching=vouching)
-    async with kv:
-        assert await kv.catalog.open(TENANT, old.cache_ref) == written
-        assert await kv.load(old) == ["disk"] * 3
-        assert await kv.load(old) == ["host"] * 3
-        assert await kv.load(old, in_slots=False) == ["host"] * 3
-        await kv.catalog.delete(TENANT, old.session_id, [])
-        assert has_nothing(kv)
-
-
-async def test_a_context_that_goes_on_from_the_first_format_counts_on_its_blocks(
-    tmp_path: Path, clock: ManualClock
-) -> None:
-    old = new_save(PROMPT, now_ms=clock.now_ms(), session_id="ctx_1")
-    kv = SidecarUnderTest(tmp_path, clock=clock)
-    write_first_format(kv, old)
-    async with kv:
-        new = new_save(TOKENS, now_ms=clock.now_ms(), session_id="ctx_2")
-        assert (await kv.send_all(new)).missing_files == (2, 3, 4)
-        assert await kv.catalog.seal(new.cache_ref, 0)
-        await kv.catalog.delete(TENANT, "ctx_1", [])
-        formats = [format_of(kv.path_of(key)) for key in all_keys(kv.plan(new))]
-
-        assert formats == ["context-cache-block-1"] * 2 + ["context-cache-block-2"] * 3
-        assert format_of(manifest_path(kv, new.cache_ref)) == FORMAT
-        assert await kv.load(new)
-    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
-        assert await kv.load(new) == ["disk"] * 5
-
-
-async def test_a_manifest_of_the_first_format_is_written_anew_with_its_next_expiry(
-    tmp_path: Path, clock: ManualClock
-) -> None:
-    old = new_save(PROMPT, now_ms=clock.now_ms())
-    kv = SidecarUnderTest(tmp_path, clock=clock)
-    written = write_first_format(kv, old)
-    async with kv:
-        path = manifest_path(kv, old.cache_ref)
-        assert format_of(path) == FORMAT_1
-        await kv.catalog.touch(TENANT, old.session_id, clock.now_ms() + 2 * TTL_MS)
-        assert format_of(path) == FORMAT
-    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
-        assert await kv.catalog.open(TENANT, old.cache_ref) == replace(
-            written, expires_at_ms=clock.now_ms() + 2 * TTL_MS
-        )
-        assert await kv.load(old) == ["disk"] * 3
-
-
-async def test_a_context_of_the_first_format_in_larger_blocks_than_the_sidecars_is_served(
-    tmp_path: Path, clock: ManualClock
-) -> None:
-    old = new_save(PROMPT, now_ms=clock.now_ms(), groups=(plain_group(len(PROMPT), 2 * BLOCK_TOKENS),))
-    kv = SidecarUnderTest(tmp_path, clock=clock)
-    write_first_format(kv, old)
-    async with kv:
-        assert await kv.load(old) == ["disk"] * 2
-
-
-async def test_spoilt_bytes_of_the_first_format_are_found(tmp_path: Path, clock: ManualClock) -> None:
-    old = new_save(PROMPT, now_ms=clock.now_ms())
-    kv = SidecarUnderTest(tmp_path, clock=clock)
-    manifest = write_first_format(kv, old)
-    path = kv.path_of(block_key(manifest, 1, 0))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    async with kv:
-        with pytest.raises(CorruptBlock):
-            await kv.load(old)

@@ -24,7 +24,6 @@ from kv_sidecar.format.manifest import (
     num_files,
 )
 from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
-from tests.kit import first_format
 from tests.kit.kv_blocks import new_save
 from tests.kit.kv_groups import some_contexts
 
@@ -88,29 +87,10 @@ def test_a_manifest_of_groups_comes_back_from_its_file(
     assert decode_manifest(encode_manifest(vouching(manifest))) == vouching(manifest)
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=60).map(tuple), st.integers(1, 9), st.integers(1, 3))
-def test_a_manifest_of_the_first_format_is_one_of_a_plain_group(
-    token_ids: tuple[int, ...], block_tokens: int, world_size: int
-) -> None:
-    manifest = manifest_of(token_ids, block_tokens=block_tokens, world_size=world_size)
-
-    assert decode_manifest(first_format.manifest_file(manifest)) == manifest
-    assert decode_manifest(first_format.manifest_file(vouching(manifest))) == vouching(manifest)
-
-
 @pytest.mark.parametrize("length", [0, 8, 100, -1])
 def test_a_truncated_manifest_is_corrupt(length: int) -> None:
     with pytest.raises(CorruptBlock):
         decode_manifest(encode_manifest(manifest_of((1, 2, 3)))[:length])
-
-
-def test_a_manifest_with_another_contexts_block_ids_is_corrupt() -> None:
-    """Only the first format names them."""
-    (other,) = manifest_of((4, 3, 2, 1)).files
-
-    with pytest.raises(CorruptBlock):
-        decode_manifest(first_format.manifest_file(manifest_of((1, 2, 3, 4)), block_ids=other.name))
 
 
 HYBRID = (
@@ -209,14 +189,6 @@ def test_a_group_changed_under_the_checksums_of_its_files_is_corrupt() -> None:
     assert decode_manifest(encode_header(changed) + data[start:]).groups[0].block_tokens == 5
     with pytest.raises(CorruptBlock):
         decode_manifest(encode_header(replace(changed, supplement=header.supplement)) + data[start:])
-
-
-@pytest.mark.parametrize("name", ["block_tokens", "block_ids"])
-def test_a_manifest_that_says_what_the_first_format_said_too_is_corrupt(name: str) -> None:
-    groups = json.dumps([GROUP], sort_keys=True, separators=(",", ":"))
-
-    with pytest.raises(CorruptBlock):
-        decode_manifest(with_groups(groups, metadata={name: "4"}))
 
 
 @pytest.mark.parametrize(("num_tokens", "files"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
