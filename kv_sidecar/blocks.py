@@ -264,6 +264,11 @@ class Blocks:
         """Return whether a lease is on any of these blocks."""
         return any((block := self._blocks.get(key)) is not None and block.refs.lease for key in keys)
 
+    def is_busy(self, key: BlockKey) -> bool:
+        """Return whether a step runs on a block."""
+        block = self._blocks.get(key)
+        return block is not None and block.over is not None
+
     async def settled(self, key: BlockKey) -> Block:
         """Return a block's record once no step runs on it; this holds until the caller awaits."""
         while (block := self._blocks.get(key)) is not None and block.over is not None:

@@ -237,7 +237,7 @@ class ContextCatalog:
             except BaseException:
                 memory.free(slot)
                 raise
-            return await self._tiers.take_slot(slot, expected)
+            return await self._tiers.take_slots([(slot, expected)])
 
         try:
             return await self._finish(self._saving.take(save, expected, take_in))

@@ -325,7 +325,7 @@ def _token_ids(packed: bytes) -> tuple[int, ...]:
 
 def _in_slot(block: FetchedBlock) -> pb.LoadBlocksResponse:
     assert block.slot is not None, "asked for by who sees it"
-    slot = pb.Slot(offset=block.slot.offset, size_bytes=block.slot.size_bytes)
+    slot = pb.Slot(offset=block.slot.offset, size_bytes=block.slot.size_bytes, generation=block.slot.generation)
     return pb.LoadBlocksResponse(
         block_index=block.block_index, tier=TIERS[block.tier], slot=slot, last_frame=True, checksum=block.vouched
     )

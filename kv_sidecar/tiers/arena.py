@@ -2,7 +2,11 @@
 
 The sidecar makes a memfd and hands its descriptor over a Unix socket beside its gRPC socket (SCM_RIGHTS); no file, no
 volume, and nothing that stays after both have died. The connection stays open for as long as the engine may touch the
-region: its end is how the sidecar learns that nobody writes to what it lent (memory.py knows the lent slots).
+region: its end tells the sidecar that no engine writes to the lent slots (memory.py).
+
+A second memfd, read-only for the engine, has one counter for each granule of the region. The sidecar raises the counter
+of a slot's first granule when it frees the slot. An engine that reads the same value after a copy as before it has
+copied the slot that it was told of.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ import socket
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +41,20 @@ _ANSWER_S = 2.0
 """How long the engine waits for the descriptor."""
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14, include/uapi/asm-generic/mman-common.h; older kernels answer EINVAL, which is no fault."""
+_F_SEAL_FUTURE_WRITE = 0x10
+"""Linux 5.1, include/uapi/linux/fcntl.h: later mappings are read-only, the sidecar's own stays writable."""
+_HUGE_BYTES = 2 << 20
+"""Size of a huge page on x86-64."""
+_HUGE_LIMIT = Path("/sys/fs/cgroup/hugetlb.2MB.max")
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""Numbers of the system call; the C library does not have it."""
+_MPOL_PREFERRED = 1
+"""Memory of that node while it has any, else of another one."""
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"
+"""PCI vendor, and the first digits of the class of display and 3D controllers."""
+_FINE_BYTES, _FINE_UP_TO_BYTES, _COARSE_BYTES = 64, 64 << 20, 4096
+"""Granules of the counters. Two slots that begin in one granule only cause a copy to be repeated."""
 _STEP_BYTES = 64 << 20
 _WORD_BYTES = 64
 _NAME_BYTES = 32
@@ -73,15 +92,27 @@ class Region:
 
     def __init__(self, size_bytes: int) -> None:
         """Make it; nothing is resident yet. Raises OSError when there is no such memory."""
-        self.size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.descriptor = os.memfd_create("context-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.descriptor, self.size_bytes)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        self._address, self.view = _mapped(self.descriptor, self.size_bytes)
+        self.descriptor, self._address, self.view = _huge_memory(size_bytes) or _memory(size_bytes, mmap.PAGESIZE)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+        self.size_bytes = len(self.view)
+        _place_near_gpu(self._address, self.size_bytes)
+        table_bytes = 8 * (self.size_bytes // _granule_bytes(self.size_bytes))
+        self.table, _, table = _memory(table_bytes, mmap.PAGESIZE)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(self.table, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+        self._generations = np.frombuffer(table, dtype=np.uint64)
         self._stopping = threading.Event()
         self._populating: threading.Thread | None = None
         self.is_populated = False
         """Whether memory is behind all of it, as far as the kernel gives it at once."""
+
+    def generation(self, offset: int) -> int:
+        """Return the counter of the slot that begins there."""
+        return int(self._generations[offset // _granule_bytes(self.size_bytes)])
+
+    def retire(self, offset: int) -> None:
+        """Raise the counter of the slot that begins there, before its room becomes free."""
+        self._generations[offset // _granule_bytes(self.size_bytes)] += np.uint64(1)
 
     def populate(self) -> None:
         """Begin to put memory behind the whole region, in a thread that `close` ends."""
@@ -100,7 +131,8 @@ class Region:
             self._populating.join()
         if self.descriptor >= 0:
             os.close(self.descriptor)
-            self.descriptor = -1
+            os.close(self.table)
+            self.descriptor = self.table = -1
         self.view = memoryview(b"")
 
 
@@ -168,7 +200,7 @@ class ArenaDoor:
         self._on_come(borrower)
         try:
             connection.setblocking(False)
-            socket.send_fds(connection, [borrower.encode()], [self._region.descriptor])
+            socket.send_fds(connection, [borrower.encode()], [self._region.descriptor, self._region.table])
             # Memory is charged to the container of whoever touches it first: ours.
             while not self._region.is_populated:  # noqa: ASYNC110  # it is set by a thread, once, seconds after the start
                 await asyncio.sleep(_POLL_S)
@@ -190,17 +222,25 @@ class MappedArena:
     """
 
     def __init__(
-        self, connection: socket.socket, descriptor: int, borrower: str, *, on_gone: Callable[[], None]
+        self, connection: socket.socket, descriptors: Sequence[int], borrower: str, *, on_gone: Callable[[], None]
     ) -> None:
-        """Map `descriptor` and take it over. `on_gone`: called once in a thread when the sidecar has gone.
+        """Map the region and its counters, and take their descriptors over.
 
-        Raises OSError, also for -1: none was handed over.
+        `on_gone`: called once in a thread when the sidecar has gone. Raises OSError, also when no descriptors came.
         """
-        self.size_bytes = os.fstat(descriptor).st_size
         try:
-            address, self._view = _mapped(descriptor, self.size_bytes)
+            region, table = descriptors
+            self.size_bytes, table_bytes = os.fstat(region).st_size, os.fstat(table).st_size
+            address, self._view = _mapped(region, self.size_bytes)
+            _, counters = _mapped(table, table_bytes, mmap.PROT_READ)
+        except ValueError as exc:
+            raise OSError("the sidecar handed over no arena") from exc
         finally:
-            os.close(descriptor)
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self.generations: npt.NDArray[np.uint64] = np.frombuffer(counters, dtype=np.uint64)
+        """Counters by granule; read-only."""
+        self.granule_bytes = _granule_bytes(self.size_bytes)
         _CONNECTIONS.add(connection)
         self.borrower = borrower
         """What the sidecar calls this process."""
@@ -219,6 +259,10 @@ class MappedArena:
             raise ValueError("offset outside the arena")
         return self._view[offset : offset + size_bytes]
 
+    def generation(self, offset: int) -> int:
+        """Return the counter of the slot that begins there: it changes when the slot is freed."""
+        return int(self.generations[offset // self.granule_bytes])
+
 
 def open_arena(sidecar: str, on_gone: Callable[[], None]) -> MappedArena:
     """Borrow the arena of the sidecar at this gRPC address. Raises OSError, also for an address on another machine."""
@@ -227,9 +271,9 @@ def open_arena(sidecar: str, on_gone: Callable[[], None]) -> MappedArena:
     try:
         connection.settimeout(_ANSWER_S)
         connection.connect(re.sub("^//", "", path) + SUFFIX if scheme == "unix" else "")
-        word, descriptors, _, _ = socket.recv_fds(connection, _NAME_BYTES, 1)
+        word, descriptors, _, _ = socket.recv_fds(connection, _NAME_BYTES, 2)
         connection.settimeout(None)
-        return MappedArena(connection, next(iter(descriptors), -1), word.decode(), on_gone=on_gone)
+        return MappedArena(connection, descriptors, word.decode(), on_gone=on_gone)
     except BaseException:
         connection.close()
         raise
@@ -278,18 +322,78 @@ def _let_go(connection: socket.socket, stopping: threading.Event) -> None:
         return  # the other end was faster
 
 
-def _mapped(descriptor: int, size_bytes: int) -> tuple[int, memoryview]:
+def _granule_bytes(region_bytes: int) -> int:
+    return _FINE_BYTES if region_bytes <= _FINE_UP_TO_BYTES else _COARSE_BYTES
+
+
+def _memory(size_bytes: int, page_bytes: int, *, flags: int = 0) -> tuple[int, int, memoryview]:
+    """Make anonymous shared memory of a sealed size; return its descriptor, address and view. Raises OSError."""
+    size_bytes = -(-size_bytes // page_bytes) * page_bytes
+    descriptor = os.memfd_create("context-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return descriptor, *_mapped(descriptor, size_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _huge_memory(size_bytes: int) -> tuple[int, int, memoryview] | None:
+    """Return memory of reserved huge pages; None where the node or the container has too few of them.
+
+    The mapping reserves the pages. A container's limit acts at the first touch, by a signal: it is read before.
+    """
+    try:
+        limit = _HUGE_LIMIT.read_text().strip()
+    except OSError:
+        limit = "max"
+    if limit != "max" and int(limit) < size_bytes + _HUGE_BYTES:
+        return None
+    try:
+        return _memory(size_bytes, _HUGE_BYTES, flags=os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+    except OSError:
+        return None
+
+
+def gpu_node(devices: Path) -> int | None:
+    """Return the NUMA node of all NVIDIA devices; None: there are none, on several nodes, or it is unknown."""
+    nodes = set()
+    with contextlib.suppress(OSError, ValueError):
+        for device in devices.iterdir():
+            if (device / "vendor").read_text().strip() == _NVIDIA and (device / "class").read_text().startswith(
+                _DISPLAY
+            ):
+                nodes.add(int((device / "numa_node").read_text()))
+        if len(nodes) == 1 and min(nodes) >= 0:
+            return nodes.pop()
+    return None
+
+
+def _place_near_gpu(address: int, size_bytes: int) -> None:
+    """Prefer memory of the GPU's NUMA node. Without effect where the node is unknown or not allowed."""
+    node, number = gpu_node(_PCI_DEVICES), _MBIND.get(os.uname().machine)
+    if node is not None and number is not None:
+        mask, pointer = ctypes.c_ulong(1 << node), ctypes.c_void_p(address)
+        _LIBC.syscall(number, pointer, ctypes.c_ulong(size_bytes), _MPOL_PREFERRED, ctypes.byref(mask), 64, 0)
+
+
+def _mapped(
+    descriptor: int, size_bytes: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE
+) -> tuple[int, memoryview]:
     """Map shared memory; return where, and a view that it goes with, and with the last slice of it. Raises OSError.
 
     Not by Python's `mmap`, which keeps a descriptor of its own (until 3.13): a process that the engine forks would have
     it, and the memory would outlive both.
     """
-    address = _LIBC.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    address = _LIBC.mmap(None, size_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), "the arena cannot be mapped")
-    # Huge pages where there are any; such a process must not look as if it might write; no KV in core dumps.
+    # Transparent huge pages have no effect where `shmem_enabled` is `never`. A forked process must not count as a
+    # writer. A core dump must not contain KV.
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
         _LIBC.madvise(address, size_bytes, advice)
     memory = (ctypes.c_ubyte * size_bytes).from_address(address)
     weakref.finalize(memory, _LIBC.munmap, address, size_bytes).atexit = False
-    return address, np.ctypeslib.as_array(memory).data
+    view = np.ctypeslib.as_array(memory).data
+    return address, view if protection & mmap.PROT_WRITE else view.toreadonly()

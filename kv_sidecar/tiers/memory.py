@@ -27,6 +27,8 @@ class Slot:
 
     offset: int
     size_bytes: int
+    generation: int = 0
+    """Counter that the region has for it until it is freed."""
     pins: int = 0
     """Readers for which it stays in place."""
     is_kept: bool = False
@@ -100,7 +102,9 @@ class Memory:
         offset = self._extents.take(size_bytes)
         while offset is None and self._idle and rounded(size_bytes) <= self.free_bytes + self._idle_bytes:
             offset = self._extents.take_at(self.free(next(iter(self._idle))), size_bytes)
-        return None if offset is None else Slot(offset, size_bytes)
+        if offset is None:
+            return None
+        return Slot(offset, size_bytes, 0 if self.region is None else self.region.generation(offset))
 
     def keep(self, slot: Slot) -> None:
         """Keep a filled slot as a block's copy, as the most recently used."""
@@ -117,6 +121,8 @@ class Memory:
             self.kept_bytes -= slot.size_bytes
             if not slot.pins:
                 self._drop_idle(slot)
+        if self.region is not None:
+            self.region.retire(slot.offset)
         return self._extents.give_back(slot.offset, slot.size_bytes)
 
     def pin(self, slot: Slot) -> None:

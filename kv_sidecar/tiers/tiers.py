@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -79,6 +79,24 @@ class _Wanted:
         return block_checksum(self.manifest, self.block_index, self.rank)
 
 
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """A file on its way in."""
+
+    expected: BlockMeta
+    data: Buffer
+    slot: Slot | None
+    """The lent slot that has it; None: it came in frames."""
+    vouched: str = ""
+    block: Block | None = None
+    """Its record; None: the block is stored already."""
+    copy: Slot | None = None
+    """The slot that becomes the block's copy in memory."""
+    checksum: str = ""
+    """Set once it is on disk."""
+    file: FileState | None = None
+
+
 async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
     tasks = list(tasks)
     for task in tasks:
@@ -97,46 +115,59 @@ class Tiers:
         self._metrics = runtime.metrics
         self._clock = runtime.clock
 
-    async def take_slot(self, slot: Slot, expected: BlockMeta) -> int:
-        """Verify a file in a slot that was handed over, copy it to disk and keep it in memory; return its bytes.
+    async def take_slots(self, files: Sequence[tuple[Slot, BlockMeta]]) -> int:
+        """Verify files in slots that were handed over, copy them to disk and keep them in memory; return their bytes.
 
-        The slot is the block's afterwards, or free. Raises CorruptBlock, StorageFull, ContextQuotaExceeded.
+        A slot is its block's afterwards, or free. Raises CorruptBlock, StorageFull, ContextQuotaExceeded, OSError for
+        the first file that cannot be kept; the files after it are not written.
         """
         try:
-            await self._take(expected, self.memory.view(slot), slot)
+            await self._take([_Incoming(expected, self.memory.view(slot), slot) for slot, expected in files])
         finally:
-            if not slot.is_kept:
-                self.memory.free(slot)
-        return slot.size_bytes
+            for slot, _ in files:
+                if not slot.is_kept:
+                    self.memory.free(slot)
+        return sum(slot.size_bytes for slot, _ in files)
 
     async def take_bytes(self, data: Buffer, expected: BlockMeta, *, vouched: str = "") -> int:
         """Verify a block file that came in frames and keep it; return its bytes.
 
-        `vouched`: the checksum it must have; empty: any. Raises as `take_slot`.
+        `vouched`: the checksum it must have; empty: any. Raises as `take_slots`.
         """
-        await self._take(expected, data, None, vouched=vouched)
+        await self._take([_Incoming(expected, data, None, vouched)])
         return len(data)
 
-    async def _take(self, expected: BlockMeta, data: Buffer, slot: Slot | None, *, vouched: str = "") -> None:
-        block = await self.blocks.settled(expected.key)
-        if block.is_stored and block.checksum:
-            # Another save of the same block came first. Its bytes are vouched for; these are dropped.
-            await self._threads.write(self._verified, data, expected, vouched)
-            return
-        with self.blocks.reserved(expected.tenant, len(data)), self.blocks.step(block, "write"):
-            copy = slot or self.memory.allocate(len(data))
-            room = self.memory.view(copy) if copy is not None and slot is None else None
-            try:
-                checksum, file = await self._threads.write(self._store, data, room, expected, vouched)
-            except BaseException:
-                if copy is not None and slot is None:
-                    self.memory.free(copy)
-                self.blocks.found(block, await self._threads.write(self.disk.state, expected.key))
-                raise
-            self.blocks.found(block, file, tenant=expected.tenant)
-            block.checksum = checksum
-            if copy is not None:
-                self.blocks.keep_copy(block, copy)
+    async def _take(self, files: Sequence[_Incoming]) -> None:
+        """Take files together, except those with a step of another call: they are taken when it has ended."""
+        while files:
+            ready = {it.expected.key: it for it in files if not self.blocks.is_busy(it.expected.key)}
+            if ready:
+                await self._take_ready(ready)
+            else:
+                await self.blocks.settled(files[0].expected.key)
+            files = [it for it in files if ready.get(it.expected.key) is not it]
+
+    async def _take_ready(self, files: Mapping[BlockKey, _Incoming]) -> None:
+        with ExitStack() as steps:
+            for key, it in files.items():
+                # The file of another save of the same block stays: its bytes are vouched for. This one is dropped.
+                if not self.blocks.checksum(key):
+                    steps.enter_context(self.blocks.reserved(it.expected.tenant, len(it.data)))
+                    it.block = self.blocks.get(key) or Block(key)
+                    steps.enter_context(self.blocks.step(it.block, "write"))
+                    it.copy = it.slot or self.memory.allocate(len(it.data))
+            error = await self._threads.write(self._store, list(files.values()))
+            for it in files.values():
+                if it.block is not None and it.file is not None:
+                    self.blocks.found(it.block, it.file, tenant=it.expected.tenant if it.checksum else None)
+                if it.block is not None and it.checksum:
+                    it.block.checksum = it.checksum
+                    if it.copy is not None:
+                        self.blocks.keep_copy(it.block, it.copy)
+                elif it.copy is not None and it.slot is None:
+                    self.memory.free(it.copy)
+        if error is not None:
+            raise error
 
     async def fetch(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int], *, in_slots: bool, verify: bool = False
@@ -389,16 +420,32 @@ class Tiers:
             count_bytes(len(room))
         self._verified(room, it.expected, it.vouched, tier="disk")
 
-    def _store(self, data: Buffer, room: memoryview | None, expected: BlockMeta, vouched: str) -> tuple[str, FileState]:
-        checksum = self._verified(data, expected, vouched)
+    def _store(self, files: Sequence[_Incoming]) -> Exception | None:
+        """Verify all files and write the new ones; return the first error. Runs in a thread."""
+        error: Exception | None = None
+        for it in files:
+            try:
+                if error is None:
+                    self._store_one(it)
+                    continue
+            except Exception as exc:  # noqa: BLE001  # raised in the event loop, once the records are right
+                error = exc
+            with suppress(OSError):
+                it.file = self.disk.state(it.expected.key)
+        return error
+
+    def _store_one(self, it: _Incoming) -> None:
+        checksum = self._verified(it.data, it.expected, it.vouched)
+        if it.block is None:
+            return
         with self._metrics.io("write", "disk") as count_bytes:
-            file = self.disk.put(expected.key, data)
-            count_bytes(len(data))
-        if room is not None:
+            it.file = self.disk.put(it.expected.key, it.data)
+            count_bytes(len(it.data))
+        if it.copy is not None and it.slot is None:
             with self._metrics.io("write", "host") as count_bytes:
-                room[:] = data
-                count_bytes(len(data))
-        return checksum, file
+                self.memory.view(it.copy)[:] = it.data
+                count_bytes(len(it.data))
+        it.checksum = checksum
 
     def _verified(self, data: Buffer, expected: BlockMeta, vouched: str, *, tier: str = "host") -> str:
         """Compare every byte of a file; return its checksum. Raises CorruptBlock."""

@@ -96,15 +96,20 @@ def test_nobody_who_has_the_descriptor_can_change_the_size(sidecar: SidecarProce
     """Seen failing without the seals; whoever then reads behind the end is killed by SIGBUS."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(socket_of(sidecar))
-        _, (descriptor,), _, _ = socket.recv_fds(connection, 64, 1)
+        _, (descriptor, table), _, _ = socket.recv_fds(connection, 64, 2)
     try:
         for size_bytes in (0, 2 * ARENA_BYTES):
             with pytest.raises(PermissionError):
                 os.ftruncate(descriptor, size_bytes)
+            with pytest.raises(PermissionError):
+                os.ftruncate(table, size_bytes)
         with pytest.raises(PermissionError):
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        with pytest.raises(PermissionError):
+            os.pwrite(table, b"1", 0)
     finally:
         os.close(descriptor)
+        os.close(table)
     assert rank.load(rank.save(PROMPT))
 
 

@@ -65,6 +65,9 @@ class FakeArena(Arena):
             raise ValueError("outside the arena")
         return self._memory.region.view[offset : offset + size_bytes]
 
+    def generation(self, offset):
+        return self._memory.region.generation(offset)
+
 
 class FakeSidecar(EngineSidecarClient):
     """One instance serves all clients of an engine."""
@@ -288,7 +291,7 @@ class FakeSidecar(EngineSidecarClient):
                 return None
             self._slots[lease_id].append(slot)
             self.memory.view(slot)[:] = copy
-        return pb.Slot(offset=slot.offset, size_bytes=slot.size_bytes)
+        return pb.Slot(offset=slot.offset, size_bytes=slot.size_bytes, generation=slot.generation)
 
     @override
     def report_load(self, report, *, lease_id=""):
