@@ -23,7 +23,7 @@ from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.moving.borrowing import Prefixes
 from kv_sidecar.moving.frames import STREAMS_MAX
-from kv_sidecar.moving.leaving import HandOver
+from kv_sidecar.moving.leaving import Leaving
 from kv_sidecar.moving.peer import PeerSidecar, StoredPeer
 from kv_sidecar.moving.peers import EngineRanks, PeerRules
 from kv_sidecar.moving.pulling import ConnectPeer, Pulls
@@ -252,13 +252,13 @@ class Sidecar:
         if self.shared is not None or not is_possible or not self.catalog.num_contexts:
             return
         assert self._questions is not None
-        story = HandOver(
-            self.catalog.sealed,
+        story = Leaving(
+            self.catalog,
             self._questions,
+            self.metrics,
             connect=lambda address: KVSidecarClient(address, tls=self.tls),
-            fingerprint=lambda: self.engine.fingerprint,
+            fingerprint=self.engine.fingerprint,
             limits=limits,
-            metrics=self.metrics,
         )
         log.info("contexts handed over to peers", extra={"num_moved": await story.run()})
 

@@ -13,7 +13,7 @@ from contextcache.errors import ContextNotFound, SidecarUnavailable
 from contextcache.model import SaveOutcome
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.moving.leaving import HandOver, HandOverLimits
+from kv_sidecar.moving.leaving import HandOverLimits, Leaving
 from kv_sidecar.settings import SidecarSettings
 from tests.kit.kv_blocks import FINGERPRINT, SidecarUnderTest
 
@@ -86,13 +86,13 @@ def leave(kv: SidecarUnderTest, sessions: Sessions) -> Callable[..., object]:
     async def run(*peers: Peer, timeout_s: float = 60, bytes_max: int = 0) -> int:
         by_address = {f"127.0.0.1:{number}": it for number, it in enumerate(peers, 2)}
         limits = HandOverLimits(timeout_s, ME, MINE, (MINE, *by_address), bytes_max)
-        story = HandOver(
-            kv.catalog.sealed,
+        story = Leaving(
+            kv.catalog,
             sessions,
+            SidecarMetrics(CollectorRegistry()),
             connect=by_address.__getitem__,
-            fingerprint=lambda: kv.sidecar.engine.fingerprint,
+            fingerprint=kv.sidecar.engine.fingerprint,
             limits=limits,
-            metrics=SidecarMetrics(CollectorRegistry()),
         )
         moved = await story.run()
         assert all(it.is_closed for it in peers)
