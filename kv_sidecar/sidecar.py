@@ -1,4 +1,4 @@
-"""One sidecar put together from its settings: the only place that chooses the parts. Serving is server.py's."""
+"""One sidecar, composed from its settings: the only place that chooses the parts. server.py serves it."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class Sidecar:
         connect_peer: ConnectPeer | None = None,
         manager: ManagerQuestions | None = None,
     ) -> None:
-        """Take what tests replace: `directory` stops the world between two steps, the other two need no wire.
+        """Compose the parts. Tests replace `directory`, to stop between two steps, and parts that need a wire.
 
-        Raises OSError or ValueError when the certificate files, or the store's keys, cannot serve.
+        Raises OSError or ValueError if the certificate files or the store's keys cannot be used.
         """
         self.settings = settings
         self.metrics = SidecarMetrics(registry)
@@ -97,14 +97,13 @@ class Sidecar:
             on_sealed=self._write_soon,
             on_replaced=self._replaced,
         )
-        self.shared: SharedTier | None = None
-        """The tier under the disk; None: KV ends with its pod."""
-        self._shared_collector: SharedCollector | None = None
-        if settings.store_url:
-            self._take_shared(ObjectStore(settings.store_url))
+        self.shared = self._open_shared() if settings.store_url else None
+        """Tier under the disk; None: KV ends with its pod."""
+        limits = settings.collector_limits()
+        self._shared_collector = None if self.shared is None else SharedCollector(self.shared, self.runtime, limits)
         self.engine = EngineRanks()
         self._pull_slots = asyncio.Semaphore(STREAMS_MAX)
-        """Apart from those of saves: a peer that hangs in the middle of a block must not hold up the engine."""
+        """Block files in memory, apart from those of saves: a peer that hangs must not hold up the engine."""
         rules, connect = PeerRules(settings.peers), connect_peer or self._connect_peer
         store = None if self.shared is None else StoredPeer(self.shared, slots=self._pull_slots)
         self.pulls = Pulls(
@@ -128,15 +127,25 @@ class Sidecar:
         )
         self.resolver = Resolver(self.catalog, self.pulls, self.prefixes, self.shared, self.runtime)
         self.reports = LoadReports(clock)
-        self._questions = self._ask_manager() if manager is None else None
+        self._questions = ManagerQuestions(settings.manager, tls=self.tls) if settings.manager and not manager else None
         self._manager = manager or self._questions
-        self._orphans = None if self._manager is None else self._orphans_of(self._manager, manifests)
+        self._orphans = None
+        if self._manager is not None:
+            self._orphans = Orphans(
+                self._manager, self.runtime, written_at_ms=manifests.written_at_ms, after_s=settings.orphan_after_s
+            )
         self._meter = None if self._questions is None else UsageMeter(self._questions, clock)
         self.collector = Collector(
             self.collect, self.collect_shared, interval_s=settings.collect_interval_s, metrics=self.metrics
         )
-
         self._show_room()
+
+    def _open_shared(self) -> SharedTier:
+        keys = StoreKeys(self.settings.store_keys_file) if self.settings.store_keys_file else None
+        objects, limits = ObjectStore(self.settings.store_url), self.settings.shared_limits()
+        shared = SharedTier(objects, self.catalog, self.runtime, limits=limits, keys=keys)
+        self.metrics.store_waiting.set_function(lambda: shared.num_waiting)
+        return shared
 
     def _show_room(self) -> None:
         self.metrics.watch("host", self.blocks.memory_usage)
@@ -192,10 +201,9 @@ class Sidecar:
         await self.pulls.close()
 
     async def collect(self) -> Removed:
-        """Make one pass: unreachable blocks and manifests, unannounced and unfinished files, reports nobody took.
+        """Make one pass: remove unreachable blocks and manifests, unannounced and unfinished files and old reports.
 
-        KV that no session names goes last: the manager may take its time, or be away. What the store has of it is
-        `collect_shared`'s, who sees there what is named with it.
+        KV that no session names is last: the manager may be slow or away. `collect_shared` removes it from the store.
         """
         removed = await self.catalog.collect()
         before_ms = self.runtime.clock.now_ms() - LEFTOVER_S * 1000
@@ -218,16 +226,15 @@ class Sidecar:
             return Removed(0, 0)
         num_manifests = 0
         with suppress(SidecarUnavailable):
-            num_manifests = await self._shared_collector.collect(
-                None if self._manager is None else self._manager.orphans
-            )
+            orphans = None if self._manager is None else self._manager.orphans
+            num_manifests = await self._shared_collector.collect(orphans)
         self.metrics.store_tenant_bytes.show(self._shared_collector.bytes_by_tenant, tenants_max=TENANTS_SHOWN_MAX)
         return Removed(num_manifests, 0)
 
     async def delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
-        """Delete here and in the shared store, whoever still waits; see `ContextCatalog.delete`.
+        """Delete here and in the shared store; see `ContextCatalog.delete`. Both go on if the caller leaves.
 
-        What the store does not take now is removed later: the context is gone for whoever asks.
+        If the store refuses, its removal is retried: from now on the context is not found.
         """
         if self.shared is None:
             return await self.catalog.delete(tenant, session_id, cache_refs)
@@ -246,7 +253,7 @@ class Sidecar:
         return removed
 
     async def hand_over(self) -> None:
-        """Have peers take over what is here, as far as there is time; with a shared store there is no need to."""
+        """Have peers take over this pod's contexts for a limited time, unless a shared store has them."""
         limits = self.settings.handover_limits()
         is_possible = self._questions is not None and limits.endpoint and limits.timeout_s
         if self.shared is not None or not is_possible or not self.catalog.num_contexts:
@@ -263,10 +270,7 @@ class Sidecar:
         log.info("contexts handed over to peers", extra={"num_moved": await story.run()})
 
     async def flush(self) -> None:
-        """Write to the shared store what it lacks, and remove what is to go there, as far as there is time.
-
-        This pod may not come back.
-        """
+        """Write missing contexts to the shared store and finish removals there, for a limited time."""
         if self.shared is not None:
             left = await self.shared.flush(self.settings.handover_s)
             log.info("contexts written to the shared store", extra={"num_left": left})
@@ -278,30 +282,6 @@ class Sidecar:
     def _replaced(self, records: Sequence[ManifestRecord]) -> None:
         if self.shared is not None:
             self.shared.replace(records)
-
-    def _take_shared(self, objects: ObjectStore) -> None:
-        settings = self.settings
-        shared = SharedTier(
-            objects,
-            self.catalog,
-            self.runtime,
-            limits=settings.shared_limits(),
-            keys=None if settings.store_keys_file is None else StoreKeys(settings.store_keys_file),
-        )
-        self.metrics.store_waiting.set_function(lambda: shared.num_waiting)
-        self.shared = shared
-        self._shared_collector = SharedCollector(shared, objects, self.runtime, settings.collector_limits())
-
-    def _ask_manager(self) -> ManagerQuestions | None:
-        return ManagerQuestions(self.settings.manager, tls=self.tls) if self.settings.manager else None
-
-    def _orphans_of(self, manager: ManagerQuestions, manifests: ManifestStore) -> Orphans:
-        return Orphans(
-            manager,
-            self.runtime,
-            written_at_ms=manifests.written_at_ms,
-            after_s=self.settings.orphan_after_s,
-        )
 
     def _connect_peer(self, address: str, timeout_s: float) -> PeerSidecar:
         limits = self.settings.pull_limits()

@@ -70,7 +70,6 @@ class SharedCollector:
     """Used from one event loop."""
 
     shared: SharedTier
-    objects: ObjectStore
     runtime: Runtime
     limits: CollectorLimits
     bytes_by_tenant: Mapping[TenantId, int] = field(default_factory=dict)
@@ -80,6 +79,11 @@ class SharedCollector:
     _heard_at_ms: int = 0
     """Time of the pass whose bytes are shown."""
     _held_kib_s: Counter[TenantId] = field(default_factory=Counter)
+
+    @property
+    def objects(self) -> ObjectStore:
+        """Objects of the shared store."""
+        return self.shared.stored.objects
 
     async def collect(self, orphans: Orphans | None) -> int:
         """Make a pass, if it is time: remove expired, unnamed and unreferenced objects, then evict.
