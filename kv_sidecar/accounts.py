@@ -1,4 +1,4 @@
-"""Accounts of a sidecar: what each request loaded, for the turn's receipt, and what each tenant holds over time.
+"""Accounts of a sidecar: each request's load, for the turn's receipt, and each tenant's bytes over time.
 
 Both are bounded: reports by count and age, usage by one batch per tenant that the manager has not counted yet.
 """

@@ -96,7 +96,7 @@ class KVSidecarClient:
     """For the gateway and the turn middleware. Connects at the first call, in the event loop of that call."""
 
     def __init__(self, address: str, *, timeout_s: float = 2.0, tls: WatchedTls | None = None) -> None:
-        """`address` is `host:port` or `unix:///path`; `timeout_s` bounds each call beyond what it asks to wait."""
+        """`address` is `host:port` or `unix:///path`; `timeout_s` bounds each call, plus its wait in the sidecar."""
         self._connection = Connection(address, tls=tls)
         self._timeout_s = timeout_s
 
@@ -262,7 +262,7 @@ class EngineSidecarClient:
         return self._call(lambda stub: stub.LendSlots, request, timeout_s, is_patient=True).slots
 
     def return_slots(self, borrower: str, slot_ids: Sequence[int]) -> None:
-        """Tell that nobody will write to lent slots any more."""
+        """Give back lent slots: the engine writes to them no more."""
         request = pb.ReturnSlotsRequest(borrower=borrower, slot_ids=slot_ids)
         self._call(lambda stub: stub.ReturnSlots, request, self._timeout_s)
 
@@ -277,7 +277,7 @@ class EngineSidecarClient:
         return self._call(lambda stub: stub.Seal, request, timeout_s, is_patient=True).sealed
 
     def abandon_save(self, tenant: TenantId, cache_ref: CacheRef, reason: str, *, started_at_ms: int) -> None:
-        """Tell that this rank saves nothing under a name, and why, so that nobody waits for it."""
+        """Tell that this rank saves nothing under a name, and the reason: waiting readers then leave."""
         request = pb.AbandonSaveRequest(tenant=tenant, cache_ref=cache_ref, reason=reason, started_at_ms=started_at_ms)
         self._call(lambda stub: stub.AbandonSave, request, self._timeout_s)
 
@@ -296,7 +296,7 @@ class EngineSidecarClient:
     def find_manifest(
         self, request: pb.GetManifestRequest, timeout_s: float
     ) -> tuple[Manifest, pb.GetManifestResponse]:
-        """Return the manifest, perhaps a beginning, and what is said of it. Raises as `get_manifest`."""
+        """Return the manifest and the whole answer. Raises as `get_manifest`."""
         answer = self._call(lambda stub: stub.GetManifest, request, timeout_s)
         return with_files(value_of(Manifest, answer.manifest)), answer
 
@@ -341,7 +341,7 @@ class EngineSidecarClient:
         return self._call(lambda stub: stub.DeleteContext, request, self._timeout_s).freed_bytes
 
     def report_load(self, report: pb.LoadReport, *, lease_id: str = "") -> None:
-        """Leave what was done for a request, for its answer's receipt, and end the load's lease."""
+        """Report a request's load, for its answer's receipt, and end the load's lease."""
         self._call(
             lambda stub: stub.ReportLoad, pb.ReportLoadRequest(report=report, lease_id=lease_id), self._timeout_s
         )
@@ -422,6 +422,6 @@ class _mapped_errors:  # noqa: N801  # reads as a verb where it is used: with _m
         if isinstance(exc, grpc.RpcError):
             raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
         if isinstance(exc, ValueError | grpc.FutureCancelledError):
-            # What grpc raises for a call on a channel that another thread has closed.
+            # grpc raises these for a call on a channel that another thread has closed.
             raise SidecarUnavailable("the connection to the sidecar is closed") from exc
         return False

@@ -191,7 +191,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             group=request.group,
             beginning=request.beginning,
             peer=request.peer,
-            # A tenth of what the engine has left: it must read what is named here within it too.
+            # A tenth of the engine's remaining time: it must also read the answer's KV within it.
             ask_s=min(max((context.time_remaining() or 0) / 10, ASK_S), MAX_ASK_S),
         )
         found = await self._sidecar.prefixes.find(question)

@@ -186,7 +186,7 @@ class SidecarSettings(TlsSettings, TracingSettings):
         return SharedLimits(bytes_per_s=self.store_bytes_per_s)
 
     def handover_limits(self) -> HandOverLimits:
-        """Return who takes contexts over when this sidecar ends, and what that may take."""
+        """Return the peers that take contexts over when this sidecar ends, and the bounds."""
         named = (peer for peer in self.peers if ":" in peer and "/" not in peer)
         return HandOverLimits(
             timeout_s=self.handover_s,

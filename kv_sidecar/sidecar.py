@@ -183,7 +183,7 @@ class Sidecar:
                 self.door = door
 
     async def close(self) -> None:
-        """End pulls, stop collecting, finish what was begun, give the data directory back."""
+        """End pulls, stop collecting, finish running steps and release the data directory."""
         await self.drain()
         await self.collector.stop()
         if self.shared is not None:

@@ -1,1 +1,1 @@
-"""The store that all pods of a release share: what is in it, how KV gets there and leaves. Read `writer.py` first."""
+"""Store that all pods of a release share: objects, encryption, writer and collector. Read `writer.py` first."""

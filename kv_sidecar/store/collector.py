@@ -120,7 +120,7 @@ class SharedCollector:
         return held
 
     def _count_held(self, since_ms: int) -> None:
-        # After a longer pause it is unknown what was there.
+        # After a longer pause the bytes in between are unknown.
         seconds = min(max(since_ms, 0) // 1000, 2 * self.limits.interval_s)
         for tenant, size_bytes in self.bytes_by_tenant.items():
             self._held_kib_s[tenant] += int(size_bytes // 1024 * seconds)
@@ -197,7 +197,7 @@ class SharedCollector:
     async def _overdue(self, listing: _Listing, before_ms: float, orphans: Orphans | None) -> dict[str, SessionId]:
         """Return the names of manifests that have expired, or that no session names, and whose they are.
 
-        What was saved at the end of a context's prompt has no name of its own in a session: one name keeps both.
+        KV saved at the end of a context's prompt has no name of its own in a session: one name keeps both.
         """
         now_ms = self.runtime.clock.now_ms()
         doomed: dict[str, SessionId] = {}
@@ -255,7 +255,7 @@ class _Listing:
         return [*left, *stale], unheld
 
     def shelf(self, live: Set[_Live], gone: Set[SessionId], before_ms: float) -> Shelf:
-        """Return what stays and could leave; `gone`: sessions of which KV has just been removed."""
+        """Return the remaining sessions; `gone`: sessions that have just lost KV."""
         shelf: dict[SessionId, StoredSession] = defaultdict(StoredSession)
         for it in self.sessions:
             if (named := (_second(it), ref_of(it.name))) in live:
@@ -268,7 +268,7 @@ class _Listing:
                 shelf[ref_of(it.name)].files.add(_second(it))
         kept = {name for session in shelf.values() for name in session.files}
         freed = {_second(it) for it in self.holders if ref_of(it.name) in gone}
-        # Of the rest what is young is being written.
+        # A young block without a holder is being written.
         sizes = {
             name: it.size_bytes
             for name, it in self.blocks.items()

@@ -1,17 +1,17 @@
-"""Objects of the shared store encrypted: AES-256-GCM, a key per tenant, and names that tell nobody what is in them.
+"""Encryption of the shared store's objects: AES-256-GCM with a key per tenant, and names that reveal no content.
 
-Keys are in a file, a mounted Secret, read again when it changes:
+Keys are in a file, a mounted Secret. A changed file is read again.
 
     {"acme": [{"id": "2", "key": "<base64 of 32 bytes>"}, {"id": "1", "key": "…"}], "*": [{"id": "1", "key": "…"}]}
 
-Of each tenant the first key writes and all read. `*` is for tenants that are not named; without it their KV stays out
-of the store. What is used is derived from key and tenant, so tenants without keys of their own have different ones.
+A tenant's first key writes, and all its keys read. `*` is for tenants without an entry; without `*` their KV stays out
+of the store. The keys in use are derived from key and tenant, so tenants under `*` have different ones.
 
 Rules:
-1. Nothing of a key, nor of the file, is in an error or a log line.
-2. What does not open is a miss, never an answer, and nobody removes it for that: the key may be missing here alone.
-3. A block's plain name follows from its tokens, so who guessed a text could look for it. Stored under the key's own
-   HMAC of that name, blocks are shared as far as a key goes: within a tenant, until it has a new one.
+1. No part of a key or of the file is in an error or a log line.
+2. An object that cannot be decrypted is a miss, never an answer. It stays: the key may be missing in this pod alone.
+3. A block's plain name follows from its tokens, so a reader of the store could look for a guessed text. The stored name
+   is the key's HMAC of it: a tenant's contexts share blocks until the tenant gets a new key.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KEY_BYTES, _NONCE_BYTES, _TAG_BYTES, _ID_BYTES_MAX = 32, 12, 16, 32
 OVERHEAD_BYTES_MAX = len(MAGIC) + 1 + _ID_BYTES_MAX + _NONCE_BYTES + _TAG_BYTES
 _OTHERS = "*"
 _FILE_BYTES_MAX = 16 << 20
-"""A hundred thousand tenants."""
+"""Bytes of the key file: a hundred thousand tenants."""
 _DERIVED_MAX = 4096
 """Tenants whose derived keys are remembered."""
 
@@ -66,11 +66,11 @@ class TenantKey:
     _names: bytes
 
     def hidden(self, file_name: str) -> str:
-        """Return what a file is called in the store: 64 hex digits, the same whenever this key writes it."""
+        """Return a file's name in the store: 64 hex digits, the same at each write with this key."""
         return hmac.digest(self._names, file_name.encode(), "sha256").hex()
 
     def encrypt(self, name: str, data: Buffer) -> Buffer:
-        """Return an object that opens under this name alone."""
+        """Return an object that can be decrypted under this name alone."""
         head = MAGIC + bytes([len(self.id)]) + self.id.encode()
         nonce = os.urandom(_NONCE_BYTES)
         start = len(head) + _NONCE_BYTES
@@ -80,7 +80,7 @@ class TenantKey:
         return written
 
     def decrypt(self, name: str, data: memoryview) -> Buffer:
-        """Return what was encrypted. Raises KeyNotAtHand for another key's, another object's, or changed bytes."""
+        """Return the plain bytes. Raises KeyNotAtHand for another key's, another object's, or changed bytes."""
         start = len(MAGIC) + 1 + len(self.id)
         nonce = data[start : start + _NONCE_BYTES]
         try:
@@ -90,7 +90,7 @@ class TenantKey:
 
 
 class StoreKeys:
-    """The keys of a file; one that is broken changes nothing. Safe to use from several threads."""
+    """Keys of a file; a broken new content changes nothing. Safe to use from several threads."""
 
     def __init__(self, path: Path, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         """Read the file. Raises ValueError when it is broken, OSError when it cannot be read."""
@@ -99,7 +99,7 @@ class StoreKeys:
         )
 
     def of(self, tenant: TenantId) -> Sequence[TenantKey]:
-        """Return a tenant's keys, the one that writes first; none: its KV stays out of the store."""
+        """Return a tenant's keys, the writing one first. Without a key its KV stays out of the store."""
         keys, derived = self._file.current()
         known = derived.get(tenant)
         if known is None:
@@ -118,7 +118,7 @@ class _KeySet(NamedTuple):
 
 
 def key_id_of(data: memoryview) -> str | None:
-    """Return which key an object was encrypted with; None: with none."""
+    """Return the id of an object's key, or None for a plain object."""
     start = len(MAGIC) + 1
     if bytes(data[: len(MAGIC)]) != MAGIC or len(data) < start:
         return None
@@ -126,7 +126,7 @@ def key_id_of(data: memoryview) -> str | None:
 
 
 def opened(keys: Sequence[TenantKey] | None, name: str, data: memoryview) -> Buffer:
-    """Return an object's bytes as they were before they were encrypted; `keys` None: they were not.
+    """Return an object's plain bytes; `keys` None: the store is not encrypted.
 
     Raises KeyNotAtHand.
     """
@@ -136,7 +136,7 @@ def opened(keys: Sequence[TenantKey] | None, name: str, data: memoryview) -> Buf
             raise KeyNotAtHand("the object is encrypted, but this sidecar has no keys")
         return data
     if key_id is None:
-        # Whoever can write there could have written it: what is not encrypted is nobody's word.
+        # Anyone with write access could have written a plain object.
         raise KeyNotAtHand("the object is not encrypted")
     key = next((key for key in keys if key.id == key_id), None)
     if key is None:

@@ -1,7 +1,7 @@
 """The store that all pods of a release share, as objects by name: S3, GCS, Azure, or a mounted directory.
 
 A thin layer over obstore 0.12, whose own chain finds the credentials (AWS_…, GOOGLE_…, AZURE_…, the pod's identity) and
-whose retries are bounded by the deadline here. Nothing of what a store says in an error is logged or handed on: it may
+whose retries are bounded by the deadline here. The text of a store's error is neither logged nor returned: it may
 name keys. Names are relative to the URL's path; stored_kv.py gives them a meaning.
 """
 
@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
+from obstore.exceptions import BaseError, GenericError
 from obstore.store import LocalStore, from_url
 
 from contextcache.errors import CorruptBlock, SidecarUnavailable
@@ -26,15 +26,15 @@ from kv_sidecar.tiers.data_directory import is_no_file
 from kv_sidecar.tiers.store import Buffer
 
 _ABSENT = (FileNotFoundError,)
-"""What obstore raises for an object that is not there."""
+"""Errors of obstore for an absent object."""
 Item = TypeVar("Item")
 _CALLS_AT_ONCE = 16
 """Parallel calls without a body, of one step: a directory bucket answers thousands a second."""
 _PAGE = 1000
 _LOOKS_AT_ONCE = 4
 _PUTS = 10
-"""How often a directory is asked to take an object: a delete may remove the folder that was just made for it, which is
-no error that obstore 0.12 knows apart."""
+"""Attempts of a put in a directory: a delete may remove the folder that was just made for it. obstore 0.12 has no error
+of its own for that."""
 TIMEOUT_S = 10.0
 """Longest time of one call, retries included: a block of 256 MiB at 0.2 Gbit/s."""
 SCHEMES = ("s3", "gs", "az", "file")
@@ -42,7 +42,7 @@ SCHEMES = ("s3", "gs", "az", "file")
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One object, as a listing tells of it."""
+    """One object, as a listing has it."""
 
     name: str
     size_bytes: int
@@ -51,13 +51,13 @@ class StoredObject:
 
 
 class ObjectStore:
-    """Objects under one URL. Every call ends within its deadline; all raise SidecarUnavailable when it does not work.
+    """Objects under one URL. A call that fails or passes its deadline raises SidecarUnavailable.
 
     Puts are atomic: a reader sees a whole object or none.
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """`timeout_s`: longest time of one call, its retries included. Raises ValueError for a URL that is none."""
+        """`timeout_s`: longest time of one call, its retries included. Raises ValueError for an invalid URL."""
         check_store_url(url)
         parts = urlsplit(url)
         self._timeout_s = timeout_s
@@ -65,9 +65,9 @@ class ObjectStore:
         """The mounted directory; None: a store of its own."""
         if parts.scheme == "file":
             self._directory = Path(unquote(parts.path))
-            # Threads of their own: a mount that hangs must hold up nothing else.
+            # Threads of this store: a mount that hangs must hold up nothing else.
             self._looks = ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="store-looks")
-            # A directory that one delete finds empty goes, and a put that needs it makes it again.
+            # A delete removes a directory that it leaves empty; a put makes it again.
             self._store: Any = LocalStore(self._directory, mkdir=True, automatic_cleanup=True)
             return
         try:
@@ -78,21 +78,19 @@ class ObjectStore:
     async def put(self, name: str, data: Buffer) -> None:
         """Write an object, replacing one of the same name."""
         async with self._call():
-            await self._put(name, data, "overwrite")
-
-    async def create(self, name: str, data: Buffer) -> bool:
-        """Write an object unless there is one of that name; return whether it was written. One of many callers does."""
-        async with self._call():
-            try:
-                await self._put(name, data, "create")
-            except AlreadyExistsError:
-                return False
-        return True
+            for tries_left in reversed(range(_PUTS if isinstance(self._store, LocalStore) else 1)):
+                try:
+                    # In one piece: parts of an upload that breaks off would stay in the store, unseen and paid for.
+                    await obstore.put_async(self._store, name, data, use_multipart=False)
+                    return
+                except GenericError:
+                    if not tries_left:
+                        raise
 
     async def get(self, name: str, *, limit_bytes: int) -> Buffer | None:
         """Return an object's bytes, or None.
 
-        Raises CorruptBlock for one that is larger than `limit_bytes`, or where a directory has no file in its place.
+        Raises CorruptBlock for an object above `limit_bytes`, or another kind of file in its place.
         """
         async with self._call():
             if await self._is_no_file(name):
@@ -106,7 +104,7 @@ class ObjectStore:
                 return None
 
     async def head(self, name: str) -> StoredObject | None:
-        """Return what a listing would tell of an object, or None."""
+        """Return an object's size and age, or None."""
         async with self._call():
             if await self._is_no_file(name):
                 return None
@@ -124,7 +122,7 @@ class ObjectStore:
                 return
 
     async def listed(self, prefix: str) -> AsyncGenerator[StoredObject, None]:
-        """Yield the objects whose names begin with `prefix`, which ends with a slash; each page has the deadline."""
+        """Yield the objects whose names begin with `prefix`, which ends with a slash. Each page has the deadline."""
         pages = obstore.list(self._store, prefix, chunk_size=_PAGE)
         while True:
             async with self._call():
@@ -140,18 +138,8 @@ class ObjectStore:
             found = await obstore.list_with_delimiter_async(self._store)
         return [prefix.strip("/") for prefix in found["common_prefixes"]]
 
-    async def _put(self, name: str, data: Buffer, mode: Literal["create", "overwrite"]) -> None:
-        for tries_left in reversed(range(_PUTS if isinstance(self._store, LocalStore) else 1)):
-            try:
-                # In one piece: parts of an upload that breaks off would stay in the store, unseen and paid for.
-                await obstore.put_async(self._store, name, data, mode=mode, use_multipart=False)
-                return
-            except GenericError:
-                if not tries_left:
-                    raise
-
     async def _is_no_file(self, name: str) -> bool:
-        """Return whether something else lies in a file's place: obstore 0.12 opens a FIFO, and waits for ever."""
+        """Return whether another kind of file is in an object's place: obstore 0.12 opens a FIFO and never returns."""
         if self._directory is None:
             return False
         return await asyncio.get_running_loop().run_in_executor(self._looks, is_no_file, self._directory / name)

@@ -5,7 +5,7 @@ Rules:
    A crash in between leaves objects that no manifest names: the collector removes them.
 2. A store has no locks: another pod may begin to hold a block in the moment in which its last holder is deleted.
    Then the block is gone, its readers compute that KV, and its manifest goes too. Bytes are never wrong: a pull
-   verifies what comes from here as it verifies a peer's (moving/pulling.py).
+   verifies the store's bytes as it verifies a peer's (moving/pulling.py).
 3. Only a DELETE and a reader of KV that is nowhere else wait for the store.
 4. Kept KV (its session is its group) is written when no context waits. KV that a longer one of its group replaces
    leaves the store once all that this pod has of the group is there; if it was not written by then, it never is.
@@ -128,7 +128,7 @@ class SharedTier:
         return len(self._queue) + len(self._kept) + (self._writing is not None)
 
     def start(self) -> None:
-        """Begin to write what is queued."""
+        """Start the writer."""
         self._writer = asyncio.create_task(self._write_all())
 
     async def close(self) -> None:
@@ -160,7 +160,7 @@ class SharedTier:
             self._tidy_soon((record.tenant, record.session_id))
 
     async def flush(self, timeout_s: float) -> int:
-        """Write what waits, most recently used first, and finish removals within this time.
+        """Write the queues, most recently used first, and finish removals within this time.
 
         Returns the number of contexts that are left.
         """
@@ -256,7 +256,7 @@ class SharedTier:
             await self._write_out(record, manifest, key)
         except CacheRefNotFound:
             if record.cache_ref in self._deleted:
-                return "deleted"  # its delete waits for this, and removes what is written by now
+                return "deleted"  # its delete waits for this, and removes the written part
             self.delete_later(Removal(record.tenant, record.session_id, records=[record]))
             return "gone"
         return "written"
@@ -467,7 +467,7 @@ class SharedTier:
         self._wake()
 
     async def _tidy(self, group: Session) -> None:
-        """Remove replaced KV of a group and what exceeds its maximum, once all that is here of it is there."""
+        """Remove replaced and surplus KV of a group, once all its KV of this pod is there."""
         here = {record.cache_ref for record in self._local.of_session(*group)}
         if any(ref in self._kept for ref in here):
             return
