@@ -43,7 +43,7 @@ from kv_sidecar.format.block_file import (
     parse_block_file,
 )
 from kv_sidecar.format.ids import ADAPTER_MARK, pack_token_ids
-from kv_sidecar.format.manifest import context_files, is_plain, with_files
+from kv_sidecar.format.manifest import context_files, is_plain, restorable_tokens, with_files
 from kv_sidecar.tiers.arena import MappedArena, open_arena, populate
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "pack_token_ids",
     "parse_block_file",
     "populate",
+    "restorable_tokens",
     "with_files",
 ]
 

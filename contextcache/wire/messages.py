@@ -145,7 +145,7 @@ def _member(members: Mapping[int, Enum], number: int, field: Any) -> Enum:
     return members[number]
 
 
-_PLAIN = (str, int, bool, bytes)
+_PLAIN = (str, int, float, bool, bytes)
 
 
 @cache

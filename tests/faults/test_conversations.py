@@ -1,6 +1,6 @@
 """Random conversations over the real stack: every answer equals the cold one, whatever happened before it.
 
-Seen failing with the comparison of a manifest's tokens with the prompt's left out (loads/manifest_lookup.py): other
+Seen failing with the comparison of a manifest's tokens with the prompt's left out (loads/lookup.py): other
 tokens at the fifth turn, the first one that left its history. Hundreds of turns are in `make torture`.
 """
 

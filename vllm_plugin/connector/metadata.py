@@ -52,15 +52,6 @@ class EngineGroup:
         size = file_tokens_min if self.kind == "state" else -(-file_tokens_min // self.block_tokens) * self.block_tokens
         return KVGroup(self.kind, size, ((first, num_tokens),), self.window, self.digest)
 
-    def servable(self, saved: KVGroup) -> list[tuple[int, int]]:
-        """Return the lengths that can be continued from what was saved, as (first, last), ascending.
-
-        The token after them sees a whole window, whose first block must be there. A state serves its length alone.
-        """
-        if self.kind == "state":
-            return [(end, end) for _, end in saved.runs]
-        return [(first + self.window - 1 if first and self.window else 1, end) for first, end in saved.runs]
-
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
@@ -243,15 +234,6 @@ def refusal(manifest: Manifest, facts: RankFacts) -> str | None:
 
 def _layout(group: KVGroup | EngineGroup) -> tuple[KVKind, int, str]:
     return group.kind, group.window, group.digest
-
-
-def restorable_tokens(manifest: Manifest, facts: RankFacts, limit: int) -> int:
-    """Return the most tokens, `limit` at most, after which every group has all that the next token needs; 0: none."""
-    possible = [(1, limit)]
-    for saved, group in zip(manifest.groups, facts.groups, strict=True):
-        spans = group.servable(saved)
-        possible = [(max(a, c), min(b, d)) for a, b in possible for c, d in spans if max(a, c) <= min(b, d)]
-    return max((last for _, last in possible), default=0)
 
 
 def plan_load(  # noqa: PLR0913  # the fields of the plan, by name

@@ -1,8 +1,8 @@
-"""The connector in the scheduler: which request loads what, which finished request is saved. Talks to nobody itself.
+"""The connector in the scheduler: which request loads what, which finished request is saved. Does no I/O.
 
-Rules. Only a signed token is obeyed, and it is verified once a request. What vLLM asks in its step is answered from
-memory: a manifest that is not there yet, nor a moment later where the engine is idle, is `None`, ask again. `match` may
-be asked any number of times (retries, preemption) and changes nothing but what is remembered of the request.
+Rules. Only a signed token is obeyed, and it is verified once a request. vLLM's questions in its step are answered from
+memory: `None` means that the look-up is in flight, and vLLM asks again. A request is promised at most its prompt
+without the last token, and nothing after a load that failed. `PHASES` is the story of one load.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from contextcache.clock import Clock
 from contextcache.errors import ForgedIdentity
 from contextcache.identity import COMPUTED_SOON, KV_TRANSFER_KEY, SOON_MS, KVTransfer, verify_kv_transfer
 from contextcache.model import CacheRef, Manifest
+from contextcache.phases import Phases
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar.client import restorable_tokens
 from vllm_plugin.connector.engine_check import NULL_BLOCK
 from vllm_plugin.connector.identity.adapters import UNKNOWN, AdapterWord, KnownAdapters
 from vllm_plugin.connector.identity.fingerprint import EngineIdentity
 from vllm_plugin.connector.loads.load_estimate import LoadEstimate
-from vllm_plugin.connector.loads.manifest_lookup import Lookup, ManifestLookup, Match, PendingSaves
-from vllm_plugin.connector.metadata import Adapter, LoadPlan, RankFacts, SavePlan, plan_load, restorable_tokens
+from vllm_plugin.connector.loads.lookup import Lookup, Lookups, Match, PendingSaves
+from vllm_plugin.connector.metadata import Adapter, LoadPlan, RankFacts, SavePlan, plan_load
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saves.checkpoints import PromptCheckpoints
 from vllm_plugin.connector.saves.early_saves import EarlySaves
@@ -36,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _WEIGHTS_CHANGED = "weights_changed"
 _SLOWER = "slower_than_computing"
+_NOT_FOUND = Match(None)
 _DECODED_TOKENS = 16
 """A request with more in a step computes its prompt; with fewer it may be decoding, drafts included."""
 _IDLE_WAIT_S = 0.004
@@ -47,40 +51,83 @@ _IDLE_STEPS = 2
 """In a row, before the engine is taken to have nothing to compute."""
 
 
+class LoadPhase(Enum):
+    """Phase of a request's load."""
+
+    LOOKING = "looking"
+    """The look-up is in flight, or waits for the adapter's digest."""
+    NOTHING = "nothing"
+    """Nothing is loaded for this request: `Load.reason`."""
+    FOUND = "found"
+    """A manifest serves a part of the prompt. Whether a load of it pays is decided at each question."""
+    PROMISED = "promised"
+    """vLLM was told the number of tokens, and allocates blocks for them."""
+    LOADING = "loading"
+    """The workers write to the request's blocks, which hold no valid KV yet."""
+    LOADED = "loaded"
+    FAILED = "failed"
+    """The request is computed. A second promise would fail again, 70 times a second."""
+
+
+PHASES = Phases(
+    [
+        ({LoadPhase.LOOKING}, "find", LoadPhase.FOUND),
+        ({LoadPhase.LOOKING, LoadPhase.FOUND, LoadPhase.PROMISED, LoadPhase.LOADED}, "give up", LoadPhase.NOTHING),
+        ({LoadPhase.FOUND}, "promise", LoadPhase.PROMISED),
+        # The engine had no room, or has preempted the request.
+        ({LoadPhase.PROMISED, LoadPhase.LOADED}, "ask again", LoadPhase.FOUND),
+        ({LoadPhase.PROMISED}, "allocate", LoadPhase.LOADING),
+        ({LoadPhase.LOADING}, "load", LoadPhase.LOADED),
+        ({LoadPhase.LOADING}, "fail", LoadPhase.FAILED),
+    ]
+)
+
+
 @dataclass(slots=True)
-class _Tracked:
-    """What is remembered of a request that carries a valid token, until it finishes."""
+class Load:
+    """A request with a valid token, from its arrival to its end."""
 
     transfer: KVTransfer
     request: Any
     asked_at_s: float
-    """When the request came, by `time.monotonic`."""
+    """Arrival of the request, by `time.monotonic`."""
+    phase: LoadPhase = LoadPhase.LOOKING
     lookup: Lookup | None = None
+    """The question to the sidecar; None: not asked yet, or never."""
+    found: Match = _NOT_FOUND
+    """Answer of the look-up."""
+    reason: str = ""
+    """Reason for which the last question of vLLM was answered with no tokens."""
     device_tokens: int = 0
     """Block-aligned hit in the engine's own prefix cache, as last presented."""
-    found: Match | None = None
-    """What the last answer to the engine was made from."""
-    loading: LoadPlan | None = None
-    """A load that is planned or running: its blocks hold no valid KV yet."""
-    load_failed: bool = False
-    """Never try again for this request."""
     reported: bool = False
     """A report was sent, or a worker will send it."""
+    is_uncarried: bool = False
+    """Nothing of the request is saved either."""
     of_old_weights: bool = False
     """Tokens of it were computed before the weights were given up for changed."""
     adapter: Adapter | None = None
-    """What it is computed with beside the model, once that is known."""
+    """LoRA adapter, once its digest is known."""
     adapter_by_ms: int = 0
-    """Until when that is waited for; 0: it is not."""
-    uncarried: str = ""
-    """Why nothing of it is saved or loaded; empty: something may be."""
+    """Deadline of the wait for that digest; 0: no wait."""
+
+    def move(self, event: str) -> None:
+        """Change the phase."""
+        self.phase = PHASES.after(self.phase, event)
+
+    def give_up(self, reason: str) -> None:
+        """Load nothing for this request."""
+        if self.lookup is not None:
+            self.lookup.cancel()
+        self.move("give up")
+        self.reason = reason
 
     def forget_saved(self) -> None:
         """Start from nothing that was saved so far."""
-        if self.lookup is not None:
-            self.lookup.cancel()
-        self.lookup, self.found = None, Match(None, 0, _WEIGHTS_CHANGED)
-        # Preempted ones are computed again, from their first token.
+        self.found = _NOT_FOUND
+        if self.lookup is not None and PHASES.allows(self.phase, "give up"):
+            self.give_up(_WEIGHTS_CHANGED)
+        # Preempted requests are computed again, from their first token.
         self.of_old_weights = self.of_old_weights or self.request.num_computed_tokens > 0
 
 
@@ -119,7 +166,7 @@ class SchedulerSide:
         self._identity = EngineIdentity()
         self._left_alone = ""
         """Why nothing of this engine is saved or loaded, as a short fixed phrase; empty: something may be."""
-        self._requests: dict[str, _Tracked] = {}
+        self._requests: dict[str, Load] = {}
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
         self._idle_steps = 0
@@ -136,13 +183,12 @@ class SchedulerSide:
         """Lost KV that a turn without a commit has brought back, or tried to, not long ago."""
         self._sidecar = LazySidecar(connect, timeout_s=settings.manifest_deadline_ms / 1000)
         self._reporter = Reporter(self._sidecar, self.counters, queue_limit=settings.queue_limit)
-        self._lookup = ManifestLookup(
-            settings=settings,
-            sidecar=self._sidecar,
-            saves=self._pending_saves,
+        self._lookup = Lookups(
+            settings,
+            self._sidecar,
+            self._pending_saves,
             counters=self.counters,
             clock=self._clock,
-            compute_us_per_token=lambda: self._estimate.compute_us_per_token,
             tracer=self._tracer,
         )
 
@@ -172,11 +218,11 @@ class SchedulerSide:
         self._saved_again.clear()
         self.counters.add("forgotten")
         log.info("saved KV no longer used: the engine was told to forget")
-        for request_id, tracked in self._requests.items():
-            tracked.forget_saved()
+        for request_id, load in self._requests.items():
+            load.forget_saved()
             self._checkpoints.end(request_id)
             self._early_saves.end(request_id)
-        return all(tracked.loading is None for tracked in self._requests.values())
+        return all(load.phase is not LoadPhase.LOADING for load in self._requests.values())
 
     @property
     def _facts(self) -> RankFacts | None:
@@ -192,109 +238,135 @@ class SchedulerSide:
         transfer = self._verified(request)
         if transfer is None:
             return
-        tracked = self._requests[request.request_id] = _Tracked(transfer, request, time.monotonic())
-        if self._facts is None:
+        load = self._requests[request.request_id] = Load(transfer, request, time.monotonic())
+        if (facts := self._facts) is None:
             reason = self._left_alone or "ranks_unknown"
-            tracked.found = Match(None, 0, reason)
+            load.give_up(reason)
             self._abandon(request, transfer, reason)
         elif request.mm_features:
             # Token ids alone do not say what was computed.
-            self._leave_out(tracked, "multimodal")
+            self._leave_out(load, "multimodal")
         elif request.prompt_embeds is not None:
-            self._leave_out(tracked, "prompt_embeds")
+            self._leave_out(load, "prompt_embeds")
         elif request.lora_request is None and self._mixes_adapters:
-            self._leave_out(tracked, "adapters_mixed_up")
+            self._leave_out(load, "adapters_mixed_up")
         elif request.lora_request is None:
-            self._start(tracked, self._facts)
+            self._start(load, facts)
         else:
-            tracked.adapter_by_ms = self._clock.now_ms() + self._settings.manifest_deadline_ms
-            self._awaits_adapter(tracked)
+            load.adapter_by_ms = self._clock.now_ms() + self._settings.manifest_deadline_ms
+            self._awaits_adapter(load)
 
-    def _start(self, tracked: _Tracked, facts: RankFacts) -> None:
-        """Look for what was saved, and watch what is computed. `facts` are also the adapter's."""
-        request, transfer = tracked.request, tracked.transfer
+    def _start(self, load: Load, facts: RankFacts) -> None:
+        """Look for stored KV, and watch the computation. `facts` are also the adapter's."""
+        request, transfer = load.request, load.transfer
         if self._reads_unheld:
             self._checkpoints.watch(request, transfer, facts)
         if self._reads_unheld and self._sends_ahead:
             self._early_saves.watch(request, transfer, facts)
         may_match = self._settings.match_prefix and request.num_prompt_tokens > self._settings.match_tokens_min
-        if (transfer.load or may_match) and not request.skip_reading_prefix_cache:
-            tracked.lookup = self._lookup.start(transfer, request.prompt_token_ids, facts)
-            self._ready.discard(request.request_id)
+        if request.skip_reading_prefix_cache or not (transfer.load or may_match):
+            load.give_up("prefix_cache_reading_off")
+            return
+        rate = self._estimate.compute_us_per_token
+        load.lookup = self._lookup.start(transfer, request.prompt_token_ids, facts, rate)
+        self._ready.discard(request.request_id)
 
-    def _awaits_adapter(self, tracked: _Tracked) -> bool:
-        """Go on once it is known what a request's adapter is, or that it cannot be told in time; True: not yet."""
-        if not tracked.adapter_by_ms or (facts := self._facts) is None:
+    def _awaits_adapter(self, load: Load) -> bool:
+        """Look for stored KV once the adapter's digest is known, or cannot be told in time; True: not yet."""
+        if not load.adapter_by_ms or (facts := self._facts) is None:
             return False
-        found = self._adapters.find(tracked.request.lora_request, facts.world_size)
-        if found is None and self._clock.now_ms() < tracked.adapter_by_ms:
+        found = self._adapters.find(load.request.lora_request, facts.world_size)
+        if found is None and self._clock.now_ms() < load.adapter_by_ms:
             return True
-        tracked.adapter_by_ms = 0
+        load.adapter_by_ms = 0
         if isinstance(found, Adapter):
-            tracked.adapter = found
-            self._start(tracked, _facts_with(facts, found))
+            load.adapter = found
+            self._start(load, _facts_with(facts, found))
         else:
-            # What is computed from the first token may still be saved: it is known at the end what with.
-            tracked.found = Match(None, 0, found or UNKNOWN)
+            # What is computed from the first token may still be saved: its adapter is known at the end.
+            load.give_up(found or UNKNOWN)
         return False
 
-    def _leave_out(self, tracked: _Tracked, reason: str) -> None:
+    def _leave_out(self, load: Load, reason: str) -> None:
         """Neither save nor load anything of a request."""
-        tracked.uncarried, tracked.found = reason, Match(None, 0, reason)
+        load.is_uncarried, load.reason = True, reason
+        if PHASES.allows(load.phase, "give up"):
+            load.give_up(reason)
         self.counters.add("unsupported_requests", reason)
-        self._abandon(tracked.request, tracked.transfer, reason)
+        self._abandon(load.request, load.transfer, reason)
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return (tokens to load beyond `num_computed_tokens`, True), (0, False), or (None, False): ask again."""
+        """Return (tokens to load beyond `num_computed_tokens`, True), (0, False), or (None, False): ask again.
+
+        vLLM may ask any number of times. Only this request's record changes.
+        """
         self.begin(request)
-        tracked = self._requests.get(request.request_id)
-        awaits_adapter = tracked is not None and self._awaits_adapter(tracked)
-        if tracked is None or tracked.lookup is None or tracked.load_failed or request.skip_reading_prefix_cache:
-            return None if awaits_adapter else 0, False
-        tracked.device_tokens = num_computed_tokens
-        if self._needs_no_answer(tracked):
-            tracked.found = Match(None, 0, COMPUTED_SOON)
+        load = self._requests.get(request.request_id)
+        if load is None:
             return 0, False
-        found = tracked.found = self._answer(tracked.lookup, tracked.asked_at_s)
-        if found is None:
+        if self._awaits_adapter(load):
             return None, False
-        num_tokens = self._worth_loading(tracked, found)
+        if load.lookup is None or load.phase in (LoadPhase.NOTHING, LoadPhase.FAILED):
+            return 0, False
+        load.device_tokens = num_computed_tokens
+        if load.phase in (LoadPhase.PROMISED, LoadPhase.LOADED):
+            load.move("ask again")
+        if load.phase is LoadPhase.LOOKING and self._needs_no_answer(load):
+            load.reason = COMPUTED_SOON
+        elif load.phase is LoadPhase.LOOKING and not self._look(load, load.lookup):
+            return None, False
+        num_tokens = self._worth_loading(load) if load.phase is LoadPhase.FOUND else 0
+        if num_tokens:
+            load.move("promise")
         return num_tokens, num_tokens > 0
 
-    def _needs_no_answer(self, tracked: _Tracked) -> bool:
-        """Return whether what a lookup could bring is computed before a load could end, whatever it finds.
-
-        That is the rest of the prompt; of a context that is being saved here, the rest of that: the next turn often
-        comes before the seal, which it would wait for. What is kept lives on by being found, and what is lost may come
-        back with this request: those wait.
-        """
-        transfer, rest = tracked.transfer, tracked.request.num_tokens - 1 - tracked.device_tokens
-        saved_tokens = self._pending_saves.num_tokens(transfer.load[0]) if transfer.load else 0
-        if saved_tokens >= tracked.device_tokens:  # more on the device is another context's, which may bring more yet
-            rest = min(rest, saved_tokens - tracked.device_tokens)
-        if not tracked.device_tokens or not self._estimate.is_soon(rest):
+    def _look(self, load: Load, lookup: Lookup) -> bool:
+        """Take the answer of a look-up, if it has come."""
+        found = self._answer(lookup, load.asked_at_s)
+        if found is None:
             return False
-        assert tracked.lookup is not None, "somebody is asked"
-        is_over = tracked.lookup.result(self._clock.now_ms()) is not None
+        load.found = found
+        if found.manifest is None:
+            load.give_up(found.reason)
+        else:
+            load.move("find")
+        return True
+
+    def _needs_no_answer(self, load: Load) -> bool:
+        """Return whether the tokens that a look-up could bring are computed before a load could end.
+
+        These are the rest of the prompt. Of a context that is being saved here they are the rest of that: the next turn
+        often comes before the seal, which it would wait for. Kept KV lives on by being found, and lost KV may come back
+        with this request: those wait.
+        """
+        transfer, rest = load.transfer, load.request.num_tokens - 1 - load.device_tokens
+        saved_tokens = self._pending_saves.num_tokens(transfer.load[0]) if transfer.load else 0
+        if saved_tokens >= load.device_tokens:  # more on the device is another context's, which may bring more yet
+            rest = min(rest, saved_tokens - load.device_tokens)
+        if not load.device_tokens or not self._estimate.is_soon(rest):
+            return False
+        assert load.lookup is not None, "the look-up is in flight"
+        is_over = load.lookup.result(self._clock.now_ms()) is not None
         return not (is_over or transfer.is_kept or transfer.save_again_tokens)
 
-    def _worth_loading(self, tracked: _Tracked, found: Match) -> int:
-        """Return how many tokens beyond the engine's own are to be loaded of what was found; 0: none."""
+    def _worth_loading(self, load: Load) -> int:
+        """Return how many tokens beyond the engine's own are to be loaded of a manifest; 0: none, for `load.reason`."""
+        found, load.reason = load.found, ""
+        if found.manifest is None or self._facts is None:
+            return 0
         # The last token is always computed, to have something to sample from. A promise to load it too makes vLLM
         # step back by one, and a prompt of one token would be asked about for ever.
         # Where a group has a window it would be wrong too: vLLM has let go of the block that the last token sees.
-        if found.manifest is None or self._facts is None:
-            return 0
-        most = restorable_tokens(found.manifest, self._facts, min(found.num_tokens, tracked.request.num_tokens - 1))
-        num_tokens = most - tracked.device_tokens
+        most = restorable_tokens(found.manifest, min(found.num_tokens, load.request.num_tokens - 1))
+        num_tokens = most - load.device_tokens
         if num_tokens < 1:
             return 0
         block_tokens = max(group.block_tokens for group in self._facts.groups)
-        if tracked.device_tokens and num_tokens < block_tokens and self._estimate.is_soon(num_tokens):
-            tracked.found = replace(found, reason=COMPUTED_SOON)
+        if load.device_tokens and num_tokens < block_tokens and self._estimate.is_soon(num_tokens):
+            load.reason = COMPUTED_SOON
             return 0
         if self._estimate.is_slower(num_tokens, _size_bytes(found.manifest, num_tokens), found.tier):
-            tracked.lookup, tracked.found = None, Match(None, 0, _SLOWER)
+            load.give_up(_SLOWER)
             return 0
         return num_tokens
 
@@ -311,38 +383,39 @@ class SchedulerSide:
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Plan the load the engine made room for, or report why there is none."""
         self._ready.add(request.request_id)
-        tracked = self._requests.get(request.request_id)
-        if tracked is None:
+        load = self._requests.get(request.request_id)
+        if load is None:
             return
         if num_external_tokens == 0:
-            self._report_no_load(request, tracked)
+            self._report_no_load(load)
             return
+        load.move("allocate")
+        found = load.found
         assert self._facts is not None, "tokens were promised by a known rank"
-        assert tracked.found is not None, "tokens were promised from a match"
-        assert tracked.found.manifest is not None, "tokens were promised from a manifest"
-        tracked.loading = plan_load(
-            tracked.found.manifest,
-            _facts_with(self._facts, tracked.adapter),
+        assert found.manifest is not None, "tokens were promised from a manifest"
+        plan = plan_load(
+            found.manifest,
+            _facts_with(self._facts, load.adapter),
             engine_request_id=request.request_id,
             # A preempted request loads again, but its prompt's receipt is already written.
-            request_id="" if tracked.reported else tracked.transfer.request_id,
+            request_id="" if load.reported else load.transfer.request_id,
             block_ids=block_ids,
-            device_tokens=tracked.device_tokens,
+            device_tokens=load.device_tokens,
             loaded_tokens=num_external_tokens,
-            asked_at_s=tracked.asked_at_s,
-            traceparent=tracked.transfer.traceparent,
-            adapter=tracked.adapter,
+            asked_at_s=load.asked_at_s,
+            traceparent=load.transfer.traceparent,
+            adapter=load.adapter,
             compute_us_per_token=self._estimate.compute_us_per_token,
         )
-        tracked.reported = True
-        size_bytes = _size_bytes(tracked.found.manifest, num_external_tokens)
-        self._estimate.begin(request.request_id, size_bytes, tracked.found.tier, self._clock.now_ms())
-        self._loads.append(tracked.loading)
+        load.reported = True
+        size_bytes = _size_bytes(found.manifest, num_external_tokens)
+        self._estimate.begin(request.request_id, size_bytes, found.tier, self._clock.now_ms())
+        self._loads.append(plan)
 
     def tier_of(self, request: Any) -> pb.Tier.ValueType:
         """Return the tier a request's load was promised from."""
-        tracked = self._requests.get(request.request_id)
-        return pb.TIER_UNSPECIFIED if tracked is None or tracked.found is None else tracked.found.tier
+        load = self._requests.get(request.request_id)
+        return pb.TIER_UNSPECIFIED if load is None else load.found.tier
 
     def take_identity(self) -> str:
         """Return the fingerprint's JSON that workers have to adopt before this step's work; empty: as it was."""
@@ -371,17 +444,17 @@ class SchedulerSide:
         """
         if not self._may_idle or self._idle_steps <= _IDLE_STEPS:
             return 0.0
-        if any(tracked.loading is not None for tracked in self._requests.values()):
+        if any(load.phase is LoadPhase.LOADING for load in self._requests.values()):
             return _IDLE_WAIT_S
         asked = [each.lookup.future for each in self._requests.values() if each.lookup is not None]
         wait([future for future in asked if future is not None and not future.done()], _IDLE_WAIT_S, FIRST_COMPLETED)
         return 0.0
 
     def _with_adapter(self, plan: SavePlan) -> SavePlan:
-        tracked = self._requests.get(plan.engine_request_id)
-        if tracked is None or tracked.adapter is None:
+        load = self._requests.get(plan.engine_request_id)
+        if load is None or load.adapter is None:
             return plan
-        return replace(plan, fingerprint=tracked.adapter.key(plan.fingerprint), adapter=tracked.adapter)
+        return replace(plan, fingerprint=load.adapter.key(plan.fingerprint), adapter=load.adapter)
 
     def take_asked_adapters(self) -> tuple[int, ...]:
         """Return the numbers of adapters of which the workers have to say what they are."""
@@ -392,19 +465,18 @@ class SchedulerSide:
         self._adapters.learn(words)
 
     def _is_loading(self, request_id: str) -> bool:
-        tracked = self._requests.get(request_id)
-        return tracked is None or tracked.loading is not None or tracked.load_failed
+        load = self._requests.get(request_id)
+        return load is None or load.phase in (LoadPhase.LOADING, LoadPhase.FAILED)
 
     def loads_ended(self, received: Iterable[str], failed: Iterable[str]) -> None:
         """Take the engine request ids of loads that ended, from the workers."""
         failed_ids = set(failed)
         for request_id in set(received) | failed_ids:
-            tracked = self._requests.get(request_id)
-            self._estimate.end(request_id, self._clock.now_ms(), is_loaded=request_id not in failed_ids)
-            if tracked is None or tracked.loading is None:
-                continue
-            tracked.load_failed = tracked.load_failed or request_id in failed_ids
-            tracked.loading = None
+            is_loaded = request_id not in failed_ids
+            self._estimate.end(request_id, self._clock.now_ms(), is_loaded=is_loaded)
+            load = self._requests.get(request_id)
+            if load is not None and load.phase is LoadPhase.LOADING:
+                load.move("load" if is_loaded else "fail")
 
     def saves_ended(self, cache_refs: Iterable[str]) -> None:
         """Take the workers' word on saves that are sealed or given up."""
@@ -418,16 +490,16 @@ class SchedulerSide:
         Called for every end, aborts included: a stop string ends as an abort, so what counts is whether the whole
         prompt was computed. The last token never has KV.
         """
-        tracked = self._requests.pop(request.request_id, None)
+        load = self._requests.pop(request.request_id, None)
         self._ready.discard(request.request_id)
         self._checkpoints.end(request.request_id)
         self._early_saves.end(request.request_id)
         self._estimate.end(request.request_id, self._clock.now_ms(), is_loaded=False)
-        if tracked is None:
+        if load is None:
             return False
-        if tracked.lookup is not None:
-            tracked.lookup.cancel()
-        plan = self._save_plan(request, tracked, block_ids)
+        if load.lookup is not None:
+            load.lookup.cancel()
+        plan = self._save_plan(request, load, block_ids)
         if plan is None:
             return False
         self._saves.append(plan)
@@ -456,46 +528,45 @@ class SchedulerSide:
             return None
         return transfer
 
-    def _report_no_load(self, request: Any, tracked: _Tracked) -> None:
+    def _report_no_load(self, load: Load) -> None:
         """Report once a request; never after preemption, whose re-admission says nothing about the prompt."""
-        if tracked.reported or request.num_preemptions:
+        if load.reported or load.request.num_preemptions:
             return
-        if not (tracked.transfer.load or tracked.transfer.is_kept or tracked.device_tokens):
-            return  # nothing was named, and nobody will ask
-        tracked.reported = True
-        found = tracked.found or Match(None, 0, "prefix_cache_reading_off")
-        missed = found.manifest is None and found.reason != COMPUTED_SOON
-        self.counters.add("missed_loads" if missed else "unneeded_loads", found.reason)
+        if not (load.transfer.load or load.transfer.is_kept or load.device_tokens):
+            return  # the turn named nothing, and does not ask
+        load.reported = True
+        missed = load.phase is LoadPhase.NOTHING
+        self.counters.add("missed_loads" if missed else "unneeded_loads", load.reason)
         self._reporter.send(
             pb.LoadReport(
-                request_id=tracked.transfer.request_id,
+                request_id=load.transfer.request_id,
                 outcome=pb.LOAD_OUTCOME_MISS if missed else pb.LOAD_OUTCOME_NOT_NEEDED,
-                device_tokens=tracked.device_tokens,
-                restore_ms=(time.monotonic() - tracked.asked_at_s) * 1000,
-                reason=found.reason,
+                device_tokens=load.device_tokens,
+                restore_ms=(time.monotonic() - load.asked_at_s) * 1000,
+                reason=load.reason,
                 compute_us_per_token=self._estimate.compute_us_per_token,
             )
         )
 
-    def _save_plan(self, request: Any, tracked: _Tracked, block_ids: Sequence[Sequence[int]]) -> SavePlan | None:
-        again = self._lost_ref(tracked)
-        cache_ref, facts = tracked.transfer.save or again, self._facts
-        if cache_ref is None or facts is None or tracked.uncarried:
+    def _save_plan(self, request: Any, load: Load, block_ids: Sequence[Sequence[int]]) -> SavePlan | None:
+        again = self._lost_ref(load)
+        cache_ref, facts = load.transfer.save or again, self._facts
+        if cache_ref is None or facts is None or load.is_uncarried:
             return None
-        if tracked.adapter is None and request.lora_request is not None:
+        if load.adapter is None and request.lora_request is not None:
             found = self._adapters.find(request.lora_request, facts.world_size)
             if not isinstance(found, Adapter):
-                self._leave_out(tracked, found or UNKNOWN)
+                self._leave_out(load, found or UNKNOWN)
                 return None
-            tracked.adapter = found
+            load.adapter = found
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if again is not None:
-            num_tokens = min(num_tokens, tracked.transfer.save_again_tokens)
-        if tracked.transfer.is_kept and num_tokens < self._settings.match_tokens_min:
+            num_tokens = min(num_tokens, load.transfer.save_again_tokens)
+        if load.transfer.is_kept and num_tokens < self._settings.match_tokens_min:
             return None  # nothing would ever be loaded from it
-        if obstacle := _obstacle(tracked, facts, num_tokens, block_ids):
+        if obstacle := _obstacle(load, facts, num_tokens, block_ids):
             self.counters.add("skipped_saves", obstacle)
-            self._abandon(request, tracked.transfer, obstacle)
+            self._abandon(request, load.transfer, obstacle)
             return None
         if not self._pending_saves.add(cache_ref, num_tokens):
             self.counters.add("skipped_saves", "twice")
@@ -505,17 +576,17 @@ class SchedulerSide:
             self.counters.add("lost_contexts")
         return SavePlan(
             engine_request_id=request.request_id,
-            tenant=tracked.transfer.tenant,
-            session_id=tracked.transfer.session_id,
+            tenant=load.transfer.tenant,
+            session_id=load.transfer.session_id,
             cache_ref=cache_ref,
-            expires_at_ms=tracked.transfer.expires_at_ms,
+            expires_at_ms=load.transfer.expires_at_ms,
             started_at_ms=_started_at_ms(request),
             token_ids=tuple(request.all_token_ids[:num_tokens]),
             groups=facts.groups,
             block_ids=_kept_ids(facts, num_tokens, block_ids),
-            fingerprint=_facts_with(facts, tracked.adapter).fingerprint,
-            traceparent=tracked.transfer.traceparent,
-            adapter=tracked.adapter,
+            fingerprint=_facts_with(facts, load.adapter).fingerprint,
+            traceparent=load.transfer.traceparent,
+            adapter=load.adapter,
         )
 
     def _abandon(self, request: Any, transfer: KVTransfer, reason: str) -> None:
@@ -523,10 +594,10 @@ class SchedulerSide:
         if transfer.save is not None:
             self._reporter.abandon_save(transfer.tenant, transfer.save, reason, started_at_ms=_started_at_ms(request))
 
-    def _lost_ref(self, tracked: _Tracked) -> CacheRef | None:
+    def _lost_ref(self, load: Load) -> CacheRef | None:
         """Return the name of KV that is gone and that only this request brings back; None: there is none."""
-        transfer, found = tracked.transfer, tracked.found
-        if transfer.save is not None or transfer.save_again_tokens < 1 or not transfer.load or found is None:
+        transfer, found = load.transfer, load.found
+        if transfer.save is not None or transfer.save_again_tokens < 1 or not transfer.load:
             return None
         first = transfer.load[0]
         # Turns like this one run in parallel; all have missed it, one brings it back.
@@ -551,12 +622,12 @@ def _kept_ids(facts: RankFacts, num_tokens: int, block_ids: Sequence[Sequence[in
     )
 
 
-def _obstacle(tracked: _Tracked, facts: RankFacts, num_tokens: int, block_ids: Sequence[Sequence[int]]) -> str:
+def _obstacle(load: Load, facts: RankFacts, num_tokens: int, block_ids: Sequence[Sequence[int]]) -> str:
     """Return why a finished request cannot be saved, as a short fixed phrase; empty: it can."""
-    request = tracked.request
-    if tracked.of_old_weights:
+    request = load.request
+    if load.of_old_weights:
         return _WEIGHTS_CHANGED
-    if tracked.loading is not None or num_tokens < 1 or request.num_computed_tokens < request.num_prompt_tokens:
+    if load.phase is LoadPhase.LOADING or num_tokens < 1 or request.num_computed_tokens < request.num_prompt_tokens:
         return "not_computed"
     if len(block_ids) != len(facts.groups):
         return "blocks_gone"

@@ -15,7 +15,10 @@ WEIGHTS_UNNAMED = "0"
 """`weights_epoch` of weights that the operator gave no name."""
 
 CODEC_NONE = "none"
-_CHOICES = {"codec": (CODEC_NONE, "q8", "q4"), "early_saves": ("auto", "on", "off")}
+_LONGEST_WAIT_MS = 30_000
+"""Longest wait that the sidecar accepts."""
+_CODECS = (CODEC_NONE, "q8", "q4")
+_CHOICES = {"codec": _CODECS, "early_saves": ("auto", "on", "off")}
 
 
 class Bounds:
@@ -91,12 +94,12 @@ class ConnectorSettings(Bounds):
     @property
     def own_save_wait_ms(self) -> int:
         """Maximum wait for KV that this engine is still saving: the next turn may come before the seal."""
-        return 2_000 * self.deadline_factor
+        return min(2_000 * self.deadline_factor, _LONGEST_WAIT_MS)
 
     @property
     def pull_wait_ms(self) -> int:
         """Maximum wait for KV that the sidecar is pulling from another pod. Then the engine computes."""
-        return 2_000 * self.deadline_factor
+        return min(2_000 * self.deadline_factor, _LONGEST_WAIT_MS)
 
     @property
     def prepare_deadline_ms(self) -> int:

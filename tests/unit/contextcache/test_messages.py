@@ -22,6 +22,7 @@ from contextcache.model import (
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2 as sidecar_pb
 from contextcache.wire.messages import message_of, value_of
+from kv_sidecar.resolve import Question
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 count = st.integers(0, 2**50)
@@ -95,3 +96,10 @@ def test_a_member_of_a_newer_release_is_an_error_of_ours(field):
     """Seen failing with the KeyError of the table: loops and turns catch errors of ours alone."""
     with pytest.raises(ContextCacheError, match=f"Session.{field} is 99: a newer release"):
         value_of(CacheSessionMetadata, pb.Session(tenant="t", session_id="s", **{field: 99}))
+
+
+def test_a_number_with_a_fraction_survives_the_wire():
+    """Seen failing: the sidecar read each question of an engine as a fault."""
+    asked = Question("demo", "f" * 64, 1, b"", compute_us_per_token=250.5)
+
+    assert value_of(Question, message_of(sidecar_pb.ResolveRequest, asked)) == asked

@@ -114,6 +114,7 @@ def start_engine(
         return Engine(loop, LoopConnector.sidecar, LoopConnector.clock)
 
     yield start
+    LoopConnector.sidecar.limit_passed.set()
     for event in LoopConnector.sidecar.hang.values():
         event.set()
     for loop in loops:

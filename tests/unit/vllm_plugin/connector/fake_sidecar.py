@@ -26,7 +26,8 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.messages import value_of
 from kv_sidecar.client import EngineSidecarClient, parse_block_file, with_files
 from kv_sidecar.format.ids import BlockKey, unpack_token_ids
-from kv_sidecar.format.manifest import first_blocks, rank_keys
+from kv_sidecar.format.manifest import rank_keys
+from kv_sidecar.resolve import Question, Resolution
 from kv_sidecar.tiers.memory import Memory, Place, Slot
 from vllm_plugin.connector.metadata import common_prefix
 from vllm_plugin.connector.sidecar_link import Arena
@@ -96,14 +97,11 @@ class FakeSidecar(EngineSidecarClient):
         self.early_tokens: list[int] = []
         """Of each announcement ahead of a save."""
         self.deleted: set[str] = set()
-        self.asked_for: list[str] = []
-        """cache_refs whose manifests were asked for."""
         self.pulling: set[str] = set()
         """cache_refs on their way from a peer."""
-        self.begun: dict[str, int] = {}
-        """How many files of those have come, for a turn that waits no longer."""
-        self.questions: list[pb.GetManifestRequest] = []
-        self.num_pending_answers = 0
+        self.limit_passed = threading.Event()
+        """Set: a question has waited as long as it may."""
+        self.questions: list[pb.ResolveRequest] = []
         self.served_bytes = 0
         self.down = False
         self.block_size_bytes_max = 1 << 30
@@ -207,47 +205,51 @@ class FakeSidecar(EngineSidecarClient):
         self.abandoned[cache_ref] = reason
 
     def get_manifest(self, tenant, cache_ref, timeout_s):
-        manifest, answer = self.find_manifest(pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref), timeout_s)
-        return manifest, answer.tier
+        return self._found(tenant, cache_ref), pb.TIER_HOST
 
-    @override
-    def find_manifest(self, request, timeout_s):
-        self._arrive("get_manifest")
-        self.questions.append(request)
-        is_late = request.HasField("wait_ms") and not request.wait_ms
-        return self._found(request.tenant, request.cache_ref, is_late=is_late)
-
-    def _found(self, tenant: str, cache_ref: str, *, is_late: bool) -> tuple[Manifest, pb.GetManifestResponse]:
-        self.asked_for.append(cache_ref)
+    def _found(self, tenant: str, cache_ref: str) -> Manifest:
         manifest = self.manifests.get(cache_ref)
-        if cache_ref in self.pulling and is_late and manifest is not None and (num_files := self.begun.get(cache_ref)):
-            return _first_files(manifest, num_files), pb.GetManifestResponse(tier=pb.TIER_PEER, coming=True)
         if cache_ref in self.pulling:
-            self.num_pending_answers += 1
-            self._arrival(f"pending {self.num_pending_answers}").set()
             raise CacheRefPending("on its way")
         if manifest is None or manifest.tenant != tenant:
             raise CacheRefNotFound("no manifest")
-        return manifest, pb.GetManifestResponse(tier=pb.TIER_HOST)
+        return manifest
 
     @override
-    def match_prefix(self, request, timeout_s):
-        self._arrive("match_prefix")
-        prompt = np.frombuffer(request.token_ids, "<u4").astype(np.int64)
-        found = {
-            ref: common_prefix(np.asarray(manifest.token_ids, np.int64), prompt)
-            for ref, manifest in self.manifests.items()
-            if (manifest.tenant, manifest.fingerprint) == (request.tenant, request.fingerprint)
-        }
-        # What comes from a peer stands last.
-        longest = sorted(found, key=lambda ref: (ref not in self.pulling, found[ref]), reverse=True)
-        matches = (pb.PrefixMatch(cache_ref=ref, num_tokens=found[ref]) for ref in longest)
-        return tuple(match for match in matches if match.num_tokens >= request.tokens_min)[:3]
+    def resolve(self, request, timeout_s):
+        """Answer as kv_sidecar/resolve.py does, from what is here."""
+        self._arrive("resolve")
+        self.questions.append(request)
+        best = Resolution(value_of(Question, request))
+        named = list(request.cache_refs)
+        while any(self._is_pending(ref, request) for ref in named) and not self.limit_passed.wait(0.005):
+            self._arrival("waiting").set()
+        for ref in [*named, *self.manifests]:
+            try:
+                manifest = self._found(request.tenant, ref)
+            except CacheRefPending as exc:
+                best.reason = exc.code if best.manifest is None and ref in named else best.reason
+                continue
+            except CacheRefNotFound as exc:
+                best.reason = exc.code if best.manifest is None and ref in named else best.reason
+                best.missing += [ref] if ref in named else []
+                continue
+            is_worth_it = ref in named or request.tokens_min
+            usable = common_prefix(np.asarray(manifest.token_ids), np.frombuffer(request.token_ids, "<u4").astype(int))
+            if is_worth_it and (ref in named or usable >= best.num_usable + request.tokens_min) and best.take(manifest):
+                break
+        answer = pb.ResolveResponse(tier=pb.TIER_HOST, num_tokens=best.num_tokens, missing=best.missing)
+        answer.reason = "" if best.manifest else best.reason
+        return best.manifest, answer
+
+    def _is_pending(self, ref: str, request: pb.ResolveRequest) -> bool:
+        has_ended = ref in self.manifests or ref in self.deleted or ref in self.abandoned
+        return ref in self.pulling or (ref in request.saving and not has_ended)
 
     @override
     def load_blocks(self, request, timeout_s) -> Iterator[pb.LoadBlocksResponse]:
         self._arrive("load_blocks")
-        manifest, _ = self._found(request.tenant, request.cache_ref, is_late=True)
+        manifest = self._found(request.tenant, request.cache_ref)
         self.leases.add(request.lease_id)
         if manifest.fingerprint != request.fingerprint:
             raise FingerprintMismatch("other KV")
@@ -333,6 +335,10 @@ class FakeSidecar(EngineSidecarClient):
         """Return block id or cache_ref, and the group where there are several."""
         return key.file_name.partition(".r")[0]
 
+    def forget(self, call: str) -> None:
+        """Let `wait_for` wait for another such call."""
+        self._arrival(call).clear()
+
     def wait_for(self, call: str) -> None:
         """Return once a thread is inside such a call."""
         assert self._arrival(call).wait(30)
@@ -348,14 +354,3 @@ class FakeSidecar(EngineSidecarClient):
             raise SidecarUnavailable("deadline_exceeded") from FailedCall(grpc.StatusCode.DEADLINE_EXCEEDED)
         if self.down:
             raise SidecarUnavailable("unavailable") from FailedCall(grpc.StatusCode.UNAVAILABLE)
-
-
-def _first_files(manifest: Manifest, num_files: int) -> Manifest:
-    """Return the manifest of a context's first block files, under its own name."""
-    return first_blocks(
-        manifest,
-        manifest.files[num_files - 1].end_token,
-        cache_ref=manifest.cache_ref,
-        session_id=manifest.session_id,
-        expires_at_ms=manifest.expires_at_ms,
-    )

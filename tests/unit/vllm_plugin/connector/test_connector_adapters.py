@@ -222,9 +222,8 @@ def test_kv_comes_back_to_the_adapter_it_was_computed_with_and_to_nobody_else(en
         engine.loop.forget_prefixes()
 
     assert len({manifest.fingerprint for manifest in engine.sidecar.manifests.values()}) == 3
-    # What is named of others is refused, and its own is found by its tokens.
+    # The KV of others that is named serves nothing; its own is found by its tokens.
     assert engine.counted("loads") == 6
-    assert engine.counted("refused_manifests", "fingerprint_mismatch") == 6
 
 
 def test_what_was_computed_while_an_adapter_was_replaced_is_not_saved(engine: Engine) -> None:

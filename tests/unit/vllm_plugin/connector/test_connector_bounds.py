@@ -45,9 +45,8 @@ def test_as_many_questions_are_asked_at_once_as_there_are_threads_for(start_engi
     engine = start_engine(bounds={"lookup_threads": 1})
     engine.sidecar.pulling.add(B)
     engine.loop.add("waits", [7, *PROMPT], max_tokens=1, params=transfer(load=(B,)))
-    engine.sidecar.wait_for("pending 2")
+    engine.sidecar.wait_for("waiting")
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    engine.sidecar.wait_for("pending 4")
 
     question = engine.loop.connector.scheduler_side._requests["again"].lookup.future
     assert not question.running()
@@ -110,12 +109,12 @@ def test_an_engine_with_nothing_to_compute_begins_in_the_step_in_which_it_got_th
     """A step without work costs two messages between vLLM's processes before the prompt is computed."""
     answer = engine.save(PROMPT, A)
     engine.loop.forget_prefixes()
-    hang = engine.sidecar.hang["get_manifest"] = threading.Event()
+    hang = engine.sidecar.hang["resolve"] = threading.Event()
     Waits(monkeypatch, goes_on=hang)
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
     engine.loop.step()
 
-    assert engine.loop.connector.scheduler_side._requests["again"].loading is not None
+    assert engine.loop.connector.scheduler_side._requests["again"].phase is scheduler_side.LoadPhase.LOADING
     assert engine.loop.run_to_end("again") == answer
 
 
@@ -149,7 +148,7 @@ def test_vllms_processes_on_a_cpu_sleep_soon_while_they_wait_for_each_other(
 
 
 def test_a_lookup_is_waited_for_once_for_a_moment(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    hang = engine.sidecar.hang["get_manifest"] = threading.Event()
+    hang = engine.sidecar.hang["resolve"] = threading.Event()
     waits = Waits(monkeypatch)
     for name, ref in (("one", A), ("another", B)):
         engine.loop.add(name, PROMPT, params=transfer(load=(ref,)))
@@ -168,7 +167,6 @@ def test_no_lookup_is_waited_for_where_that_would_hold_up_another(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, beside: str
 ) -> None:
     """Seen failing with each of the conditions taken out."""
-    hang = engine.sidecar.hang["get_manifest"] = threading.Event()
     waits = Waits(monkeypatch)
     if beside == "computed":
         engine.loop.add("other", PROMPT)
@@ -176,6 +174,7 @@ def test_no_lookup_is_waited_for_where_that_would_hold_up_another(
     if beside == "saved":
         engine.loop.add("other", PROMPT, max_tokens=1, params=transfer(save=B))
         engine.loop.step()
+    hang = engine.sidecar.hang["resolve"] = threading.Event()
     engine.loop.add("asks", PROMPT, params=transfer(load=(A,)))
     if beside == "queued":
         engine.loop.add("other", PROMPT)

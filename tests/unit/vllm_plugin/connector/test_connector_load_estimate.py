@@ -208,7 +208,7 @@ def test_the_end_of_a_context_is_computed_where_that_is_sooner_than_loading_and_
     # Of 171 tokens the engine has 9 blocks; 153 are saved.
     engine.loop.connector.scheduler_side._estimate.is_soon = lambda num: num < (10 if answers else 27)
     if not answers:
-        engine.sidecar.hang["get_manifest"] = threading.Event()
+        engine.sidecar.hang["resolve"] = threading.Event()
     engine.loop.add("again", [*range(1, 151), *answer, *range(200, 217)], params=transfer(load=(A,)))
     for _ in range(20):
         engine.loop.step()
@@ -253,6 +253,7 @@ def test_a_turn_whose_prompt_another_context_knows_better_waits_for_that_one(eng
     for _ in range(3):
         engine.loop.step()
     engine.loop.connector.scheduler_side._pending_saves.end(A)
+    engine.sidecar.abandoned[A] = "not_computed"
     engine.loop.run_to_end("again")
 
     assert engine.loop.computed["again"] < 600 - 304

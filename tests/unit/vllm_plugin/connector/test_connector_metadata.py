@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from contextcache.model import KVGroup, Manifest, plain_group
-from kv_sidecar.client import context_files, with_files
+from kv_sidecar.client import context_files, restorable_tokens, with_files
 from vllm_plugin.connector.metadata import (
     EngineGroup,
     LoadPlan,
@@ -19,7 +19,6 @@ from vllm_plugin.connector.metadata import (
     common_prefix,
     plan_load,
     refusal,
-    restorable_tokens,
 )
 
 PLAIN = RankFacts("f" * 64, "{}", 0, 1, (EngineGroup("full_attention", 16),))
@@ -124,7 +123,7 @@ def test_what_is_restored_is_what_the_next_token_sees_in_every_group(
     """Of each group all positions it needs, those the engine has excepted, and none beside them."""
     facts = facts_of(groups)
     saved = manifest(num_tokens, kept(groups, num_tokens, file_tokens))
-    most, device_tokens = restorable_tokens(saved, facts, min(limit, num_tokens)), device_blocks * 32
+    most, device_tokens = restorable_tokens(saved, min(limit, num_tokens)), device_blocks * 32
     assume(device_tokens < most)
     plan = load(saved, facts, device_tokens, most - device_tokens)
 
@@ -152,7 +151,7 @@ def test_the_most_that_can_be_restored_is_found(groups: tuple[EngineGroup, ...],
 
     possible = [length for length in range(1, min(limit, num_tokens) + 1) if is_there(length)]
 
-    found = restorable_tokens(manifest(num_tokens, saved), facts_of(groups), min(limit, num_tokens))
+    found = restorable_tokens(manifest(num_tokens, saved), min(limit, num_tokens))
     assert found == max(possible, default=0)
 
 
@@ -161,10 +160,10 @@ def test_a_checkpoint_before_the_end_serves_what_the_end_does_not() -> None:
     group = KVGroup("sliding_window", 64, ((32, 100), (128, 200)), 64, WINDOW.digest)
     facts, saved = facts_of((WINDOW,)), manifest(200, (group,))
 
-    assert restorable_tokens(saved, facts, 300) == 200
-    assert restorable_tokens(saved, facts, 150) == 100
-    assert restorable_tokens(saved, facts, 97) == 97
-    assert restorable_tokens(saved, facts, 90) == 0
+    assert restorable_tokens(saved, 300) == 200
+    assert restorable_tokens(saved, 150) == 100
+    assert restorable_tokens(saved, 97) == 97
+    assert restorable_tokens(saved, 90) == 0
     assert filled_by(load(saved, facts, 0, 100), facts) == {(0, p): 1000 + p for p in (1, 2, 3)}
 
 

@@ -57,10 +57,10 @@ def test_kv_that_is_there_is_not_saved_again(engine: Engine) -> None:
 def test_a_turn_that_may_bring_lost_kv_back_waits_for_the_answer_however_soon_it_is_computed(engine: Engine) -> None:
     turn(engine, {}, name="warm")
     engine.loop.connector.scheduler_side._estimate.is_soon = lambda num_tokens: num_tokens > 0
-    engine.sidecar.hang["get_manifest"] = threading.Event()
+    engine.sidecar.hang["resolve"] = threading.Event()
     engine.loop.add("turn", [*CONTEXT, 7, 7, 7], params=read_only(A, name="turn"))
     engine.loop.step()
-    engine.sidecar.hang["get_manifest"].set()
+    engine.sidecar.hang["resolve"].set()
     engine.loop.run_to_end("turn")
 
     assert engine.loop.computed["turn"] == 153 % 16 + 3
@@ -105,8 +105,8 @@ def test_kv_on_its_way_from_a_peer_is_not_lost(engine: Engine) -> None:
     engine.sidecar.pulling.add(A)
     engine.loop.add("turn", [*CONTEXT, 8], params=read_only(A, name="turn"))
     engine.loop.step()
-    engine.sidecar.wait_for("pending 1")
-    engine.clock.advance(ms=60_000)
+    engine.sidecar.wait_for("waiting")
+    engine.sidecar.limit_passed.set()
     engine.loop.run_to_end("turn")
 
     assert engine.counted("missed_loads", "cache_ref_pending") == 1
@@ -117,7 +117,7 @@ def test_kv_on_its_way_from_a_peer_is_not_lost(engine: Engine) -> None:
 def test_a_sidecar_that_does_not_answer_has_lost_nothing(start_engine: Callable[..., Engine], fault: str) -> None:
     engine = start_engine(sidecar=FakeSidecar())
     engine.sidecar.down = fault == "down"
-    hang = engine.sidecar.hang["get_manifest"] = threading.Event()
+    hang = engine.sidecar.hang["resolve"] = threading.Event()
     if fault == "down":
         hang.set()
     engine.loop.add("turn", [*CONTEXT, 8], params=read_only(A, name="turn"))

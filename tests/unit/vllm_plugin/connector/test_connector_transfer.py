@@ -15,7 +15,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
-from vllm_plugin.connector.loads.manifest_lookup import PendingSaves
+from vllm_plugin.connector.loads.lookup import PendingSaves
 from vllm_plugin.connector.metadata import RankFacts
 from vllm_plugin.connector.sidecar_link import LazySidecar
 from vllm_plugin.connector.telemetry import ConnectorPromMetrics, ConnectorStats, Counters, hit_source

@@ -1,0 +1,205 @@
+"""Which stored KV a request can start from: one question to the sidecar, in a background thread. Decides no load.
+
+The sidecar waits for seals, pulls and prefix matches (kv_sidecar/resolve.py). This side bounds the wait, and compares
+every token of the answer with the prompt.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from contextcache.clock import Clock
+from contextcache.errors import ContextCacheError, SidecarUnavailable
+from contextcache.identity import KVTransfer
+from contextcache.model import CacheRef, Manifest
+from contextcache.names import prompt_ref
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.wire.tracing import Tracer
+from vllm_plugin.connector.metadata import RankFacts, common_prefix, refusal
+from vllm_plugin.connector.settings import ConnectorSettings
+from vllm_plugin.connector.sidecar_link import LazySidecar
+from vllm_plugin.connector.telemetry import Counters
+from vllm_plugin.connector.transfer import TransferPool
+
+_GRACE_SHARE = 8
+"""Time for the way there and back, as a part of the sidecar's own limit: it answers by that limit with the best KV."""
+_SILENT_SHARE = 10
+"""Part of the limit that a request waits for a sidecar that left the last question without an answer."""
+NOTHING_IN_COMMON = "other_tokens"
+"""Reason for no load: the KV under the name begins with other tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Manifest that serves most of the prompt, and the tokens that both share; without a manifest, the reason."""
+
+    manifest: Manifest | None
+    num_tokens: int = 0
+    reason: str = ""
+    tier: pb.Tier.ValueType = pb.TIER_UNSPECIFIED
+    """Tier that would serve most of it."""
+    missing: frozenset[CacheRef] = frozenset()
+    """Named refs that the sidecar neither has nor expects."""
+
+
+class PendingSaves:
+    """cache_refs that this engine saves now. Each entry goes when its save ends, or is too old to wait for."""
+
+    def __init__(self, clock: Clock, *, life_ms: int, limit: int = 1024) -> None:
+        self._clock = clock
+        self._life_ms = life_ms
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._live: dict[CacheRef, tuple[int, int]] = {}
+        """Time at which each is too old, and its number of tokens."""
+
+    def add(self, cache_ref: CacheRef, num_tokens: int = 0) -> bool:
+        """Note a save that has begun; False when a save under this name is in flight."""
+        if cache_ref in self:
+            return False
+        with self._lock:
+            while len(self._live) >= self._limit:
+                self._live.pop(next(iter(self._live)))
+            self._live[cache_ref] = (self._clock.now_ms() + self._life_ms, num_tokens)
+        return True
+
+    def num_tokens(self, cache_ref: CacheRef) -> int:
+        """Return the number of tokens of a save in flight; 0: none is, or its number is unknown."""
+        with self._lock:
+            ends_at_ms, num_tokens = self._live.get(cache_ref, (0, 0))
+        return num_tokens if self._clock.now_ms() < ends_at_ms else 0
+
+    def end(self, cache_ref: CacheRef) -> None:
+        """Note the end of a save."""
+        with self._lock:
+            self._live.pop(cache_ref, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._live.clear()
+
+    def __contains__(self, cache_ref: CacheRef) -> bool:
+        with self._lock:
+            ends_at_ms, _ = self._live.get(cache_ref, (0, 0))
+        return self._clock.now_ms() < ends_at_ms
+
+
+class Lookup:
+    """One request's question, in flight or answered."""
+
+    def __init__(self, deadline_ms: int) -> None:
+        self.future: Future[None] | None = None
+        """Done once the thread that asks has ended; None: the queue was full."""
+        self.answer: Match | None = None
+        self.deadline_ms = deadline_ms
+
+    def result(self, now_ms: int) -> Match | None:
+        """Return the match, None while it may still come, or a miss after the deadline. Never waits."""
+        if self.future is None:
+            return Match(None, reason="queue_full")
+        is_done = self.future.done()  # read before the answer, which the thread sets first
+        if self.answer is not None:
+            return self.answer
+        if is_done:
+            return Match(None, reason="internal_error")
+        return Match(None, reason="manifest_deadline") if now_ms >= self.deadline_ms else None
+
+    def cancel(self) -> None:
+        """Forget the question if no thread has begun."""
+        if self.future is not None:
+            self.future.cancel()
+
+
+class Lookups:
+    """Asks for all requests, with a few threads."""
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        sidecar: LazySidecar,
+        saves: PendingSaves,
+        *,
+        counters: Counters,
+        clock: Clock,
+        tracer: Tracer,
+    ) -> None:
+        self._settings = settings
+        self._sidecar = sidecar
+        self._saves = saves
+        self._counters = counters
+        self._clock = clock
+        self._tracer = tracer
+        limit_ms = max(settings.own_save_wait_ms, settings.pull_wait_ms)
+        self._limit_ms = limit_ms + limit_ms // _GRACE_SHARE
+        self._is_silent = False
+        """Whether the last question ran out of time. Any answer, however late, ends the silence."""
+        self._pool = TransferPool("lookups", threads=settings.lookup_threads, queue_limit=settings.queue_limit)
+
+    def start(
+        self, transfer: KVTransfer, token_ids: Sequence[int], facts: RankFacts, compute_us_per_token: float
+    ) -> Lookup:
+        """Ask for the KV that serves most of a prompt. Never waits."""
+        settings = self._settings
+        refs = [name for ref in transfer.load for name in ((ref, prompt_ref(ref)) if facts.has_checkpoints else (ref,))]
+        saving = [ref for ref in refs if ref in self._saves]
+        question = pb.ResolveRequest(
+            tenant=transfer.tenant,
+            fingerprint=facts.fingerprint,
+            world_size=facts.world_size,
+            cache_refs=refs,
+            saving=saving,
+            wait_ms=settings.own_save_wait_ms if saving else 0,
+            pull_wait_ms=settings.pull_wait_ms,
+            compute_us_per_token=compute_us_per_token,
+            bring=True,
+            tokens_min=settings.match_tokens_min if settings.match_prefix else 0,
+            # What is kept lives on for what uses it as such, not for as long as a context that begins like it.
+            expires_at_ms=transfer.expires_at_ms if transfer.is_kept else 0,
+            group=transfer.session_id if transfer.is_kept else "",
+            beginning=transfer.beginning,
+            peer=transfer.prefix_at,
+        )
+        patience_ms = self._limit_ms // _SILENT_SHARE if self._is_silent else self._limit_ms
+        lookup = Lookup(self._clock.now_ms() + patience_ms)
+
+        def ask() -> None:
+            with self._tracer.continued("connector lookup", parent=transfer.traceparent) as span:
+                prompt = np.asarray(token_ids, dtype=np.int64)
+                question.token_ids = prompt.astype("<u4").tobytes()
+                found = self._ask(question, prompt, facts, lookup.deadline_ms)
+                span.set_attribute("contextcache.matched_tokens", found.num_tokens)
+                span.set_attribute("contextcache.reason", found.reason)
+            lookup.answer = found
+
+        lookup.future = self._pool.try_submit(ask)
+        return lookup
+
+    def close(self, timeout_s: float) -> bool:
+        """End the threads; return whether they have ended in time."""
+        return self._pool.close(timeout_s)
+
+    def _ask(self, question: pb.ResolveRequest, prompt: np.ndarray, facts: RankFacts, deadline_ms: int) -> Match:
+        # Longer than the request waits: a late answer still ends the silence.
+        timeout_s = (self._limit_ms + self._settings.manifest_deadline_ms) / 1000
+        try:
+            manifest, answer = self._sidecar.get().resolve(question, timeout_s)
+        except ContextCacheError as exc:
+            self._is_silent = isinstance(exc, SidecarUnavailable) and self._clock.now_ms() >= deadline_ms
+            self._counters.add("failed_matches", exc.code)
+            return Match(None, reason=exc.code)
+        self._is_silent = False
+        found = Match(manifest, reason=answer.reason, tier=answer.tier, missing=frozenset(answer.missing))
+        if manifest is None:
+            return found
+        self._saves.end(manifest.cache_ref)
+        if (reason := refusal(manifest, facts)) is not None:
+            self._counters.add("refused_manifests", reason)
+            return replace(found, manifest=None, reason=reason)
+        shared = common_prefix(np.asarray(manifest.token_ids, dtype=np.int64), prompt)
+        return replace(found, num_tokens=shared) if shared else replace(found, manifest=None, reason=NOTHING_IN_COMMON)
