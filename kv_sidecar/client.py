@@ -34,7 +34,6 @@ from contextcache.wire.rpc import CHANNEL_OPTIONS, GRACE_S, error_from_rpc, late
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
 from kv_sidecar.format.block_file import (
-    BlockFile,
     BlockFileWriter,
     BlockMeta,
     check_head,
@@ -43,13 +42,12 @@ from kv_sidecar.format.block_file import (
     parse_block_file,
 )
 from kv_sidecar.format.ids import ADAPTER_MARK, pack_token_ids
-from kv_sidecar.format.manifest import context_files, is_plain, restorable_tokens, with_files
+from kv_sidecar.format.manifest import context_files, restorable_tokens, with_files
 from kv_sidecar.tiers.arena import MappedArena, open_arena, populate
 
 __all__ = [
     "ADAPTER_MARK",
     "TIER_NAMES",
-    "BlockFile",
     "BlockFileWriter",
     "BlockMeta",
     "EngineSidecarClient",
@@ -58,7 +56,6 @@ __all__ = [
     "check_head",
     "context_files",
     "file_meta",
-    "is_plain",
     "new_checksum",
     "open_arena",
     "pack_token_ids",

@@ -24,7 +24,7 @@ from contextcache.model import MAX_TTL_S, CacheRef, HeldCacheRef, SessionId, Ten
 from contextcache.names import CACHE_REF_PATTERN, KEPT_PREFIX, prompt_ref
 from kv_sidecar.orphans import QUESTION_REFS
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.store.objects import ObjectStore, StoredObject, each
+from kv_sidecar.store.objects import ListedObject, ObjectStore, each
 from kv_sidecar.store.stored_kv import StoredSession, manifest_name, ref_of
 from kv_sidecar.store.writer import SharedTier
 
@@ -107,7 +107,7 @@ class SharedCollector:
                 continue
             num_doomed, shelves[tenant] = await self._collect(tenant, orphans)
             removed += num_doomed
-        for it in leaving(shelves, self.limits):
+        for it in evictions(shelves, self.limits):
             if await self.shared.evict(*it):
                 self.runtime.metrics.store_evicted.inc()
         self.bytes_by_tenant = {tenant: shelf.size_bytes for tenant, shelf in shelves.items() if shelf.size_bytes}
@@ -132,7 +132,7 @@ class SharedCollector:
         old = [it.name for it in found if it.modified_at_ms < before_ms]
         await each(old, self.objects.delete)
 
-    async def _hear(self, last: StoredObject) -> None:
+    async def _hear(self, last: ListedObject) -> None:
         """Read the bytes that the last pass counted."""
         if last.modified_at_ms == self._heard_at_ms:
             return
@@ -171,7 +171,7 @@ class SharedCollector:
         await each(unheld, lambda name: self.shared.stored.delete_unheld(tenant, name))
         return len(doomed), shelf
 
-    async def _see(self, tenant: TenantId, stored: StoredObject, owner: SessionId) -> None:
+    async def _see(self, tenant: TenantId, stored: ListedObject, owner: SessionId) -> None:
         """Read a manifest of the store unless its last version was read. Remove a corrupt one.
 
         One that cannot be decrypted stays until the manager says that no session, and not `owner`, names it. A kept
@@ -234,11 +234,11 @@ class _Listing:
     """Objects of a tenant in the store."""
 
     tenant: TenantId
-    blocks: Mapping[str, StoredObject]
+    blocks: Mapping[str, ListedObject]
     """By file name."""
-    holders: Sequence[StoredObject]
-    sessions: Sequence[StoredObject]
-    manifests: Mapping[str, StoredObject]
+    holders: Sequence[ListedObject]
+    sessions: Sequence[ListedObject]
+    manifests: Mapping[str, ListedObject]
     """By name."""
 
     def leftovers(self, live: Set[_Live], before_ms: float) -> tuple[list[str], list[str]]:
@@ -297,7 +297,7 @@ class Shelf:
         return session
 
 
-class Leaving(NamedTuple):
+class Eviction(NamedTuple):
     """A session to be evicted."""
 
     tenant: TenantId
@@ -305,15 +305,15 @@ class Leaving(NamedTuple):
     session: StoredSession
 
 
-def leaving(shelves: Mapping[TenantId, Shelf], limits: CollectorLimits) -> list[Leaving]:
+def evictions(shelves: Mapping[TenantId, Shelf], limits: CollectorLimits) -> list[Eviction]:
     """Take the sessions to be evicted off the shelves: for each tenant's limit, then for the limit of all."""
-    gone: list[Leaving] = []
+    gone: list[Eviction] = []
     for tenant, shelf in shelves.items():
         gone += _down_to({tenant: shelf}, limits.tenant_limit_bytes)
     return gone + _down_to(shelves, limits.limit_bytes)
 
 
-def _down_to(shelves: Mapping[TenantId, Shelf], limit_bytes: int) -> list[Leaving]:
+def _down_to(shelves: Mapping[TenantId, Shelf], limit_bytes: int) -> list[Eviction]:
     size_bytes = sum(shelf.size_bytes for shelf in shelves.values())
     if not limit_bytes or size_bytes <= limit_bytes * UPPER_MARK:
         return []
@@ -322,17 +322,17 @@ def _down_to(shelves: Mapping[TenantId, Shelf], limit_bytes: int) -> list[Leavin
         for tenant, shelf in shelves.items()
         for session_id, session in shelf.sessions.items()
     )
-    gone: list[Leaving] = []
+    gone: list[Eviction] = []
     for *_, tenant, session_id in by_use:
         if size_bytes <= limit_bytes * LOWER_MARK:
             break
         shelf = shelves[tenant]
         before_bytes = shelf.size_bytes
-        gone.append(Leaving(tenant, session_id, shelf.take(session_id)))
+        gone.append(Eviction(tenant, session_id, shelf.take(session_id)))
         size_bytes -= before_bytes - shelf.size_bytes
     return gone
 
 
-def _second(stored: StoredObject) -> str:
+def _second(stored: ListedObject) -> str:
     """Return the part of a name after its kind: whose it is, or the block's file name."""
     return stored.name.split("/")[2]

@@ -41,7 +41,7 @@ SCHEMES = ("s3", "gs", "az", "file")
 
 
 @dataclass(frozen=True, slots=True)
-class StoredObject:
+class ListedObject:
     """One object, as a listing has it."""
 
     name: str
@@ -103,7 +103,7 @@ class ObjectStore:
             except _ABSENT:
                 return None
 
-    async def head(self, name: str) -> StoredObject | None:
+    async def head(self, name: str) -> ListedObject | None:
         """Return an object's size and age, or None."""
         async with self._call():
             if await self._is_no_file(name):
@@ -121,7 +121,7 @@ class ObjectStore:
             except _ABSENT:
                 return
 
-    async def listed(self, prefix: str) -> AsyncGenerator[StoredObject, None]:
+    async def listed(self, prefix: str) -> AsyncGenerator[ListedObject, None]:
         """Yield the objects whose names begin with `prefix`, which ends with a slash. Each page has the deadline."""
         pages = obstore.list(self._store, prefix, chunk_size=_PAGE)
         while True:
@@ -187,5 +187,5 @@ def check_store_url(url: str) -> None:
         )
 
 
-def _told(found: Any) -> StoredObject:
-    return StoredObject(found["path"], found["size"], round(found["last_modified"].timestamp() * 1000))
+def _told(found: Any) -> ListedObject:
+    return ListedObject(found["path"], found["size"], round(found["last_modified"].timestamp() * 1000))

@@ -16,7 +16,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
 from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST
 from kv_sidecar.store import stored_kv, writer
-from kv_sidecar.store.collector import LOWER_MARK, UPPER_MARK, CollectorLimits, Shelf, leaving
+from kv_sidecar.store.collector import LOWER_MARK, UPPER_MARK, CollectorLimits, Shelf, evictions
 from kv_sidecar.store.stored_kv import StoredSession
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.until import until
@@ -32,7 +32,7 @@ def shelf(**sessions: tuple[int, str]) -> Shelf:
 
 
 def left_by(shelves: dict[str, Shelf], *, limit: int = 0, tenant_limit: int = 0) -> list[str]:
-    return [it.session_id for it in leaving(shelves, CollectorLimits(limit, tenant_limit))]
+    return [it.session_id for it in evictions(shelves, CollectorLimits(limit, tenant_limit))]
 
 
 def test_what_was_used_longest_ago_leaves_whoever_has_it_down_to_the_lower_mark():
@@ -68,7 +68,7 @@ def test_what_is_left_fits_is_counted_right_and_was_used_no_earlier_than_what_le
     named = {f"{number}": it for number, it in enumerate(sessions)}
     shelves = {"a": shelf(**named)}
 
-    gone = leaving(shelves, CollectorLimits(limit, tenant_limit))
+    gone = evictions(shelves, CollectorLimits(limit, tenant_limit))
 
     kept = shelves["a"].sessions
     files = {name for it in kept.values() for name in it.files}

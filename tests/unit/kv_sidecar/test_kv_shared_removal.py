@@ -20,7 +20,7 @@ from contextcache.names import KEPT_PREFIX, prompt_ref
 from kv_sidecar.saves import NewSave
 from kv_sidecar.store import writer
 from kv_sidecar.store.collector import COLLECTOR
-from kv_sidecar.store.objects import ObjectStore, StoredObject, each
+from kv_sidecar.store.objects import ListedObject, ObjectStore, each
 from kv_sidecar.store.stored_kv import KnownBlocks, StoredSession
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.until import until
@@ -558,7 +558,7 @@ async def test_objects_come_and_go_in_one_directory_side_by_side(tmp_path, pods,
     assert list((tmp_path / "store").iterdir()) == []
 
 
-class Compared(StoredObject):
+class Compared(ListedObject):
     """Counts how often objects of a listing are compared."""
 
     count = 0
@@ -581,7 +581,7 @@ async def test_a_pass_compares_no_object_of_a_listing_with_all_others(pod, clock
             await store.put(f"{TENANT}/holders/nothing/ctx_{number}", b"")
         listed = store.listed
 
-        async def compared(prefix: str) -> AsyncIterator[StoredObject]:
+        async def compared(prefix: str) -> AsyncIterator[ListedObject]:
             async for it in listed(prefix):
                 yield Compared(it.name, it.size_bytes, it.modified_at_ms)
 
