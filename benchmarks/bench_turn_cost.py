@@ -30,7 +30,7 @@ from context_manager.client import ContextManagerClient
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
 from contextcache.names import new_cache_ref
 from deploy.local.table import render
-from vllm_plugin.turn.transcript import Transcript
+from vllm_plugin.turn.prompt.transcript import Transcript
 
 SIZES = {"1k": 1024, "128k": 131_072}
 SEGMENT_TOKENS = 512

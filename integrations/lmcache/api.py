@@ -8,7 +8,7 @@ Read in lmcache 0.5.6 and seen running. Two servers: the MP server beside the en
 - `POST | DELETE {coordinator}/cache/pins` (v1/mp_coordinator/controllers/eviction_http_api.py): the same body; keeps L2
   objects from the coordinator's own eviction. Pins are counted: two need two unpins.
 - `POST {coordinator}/cache/delete` (v1/mp_coordinator/http_apis/cache_api.py): the same body with `instance_id`, `tier`
-  and `force`: `{requested, affected, skipped}`. It skips what is pinned in L2 or locked in L1.
+  and `force`: `{requested, affected, skipped}`. It skips objects pinned in L2 or locked in L1.
 - `GET {coordinator}/instances`: `{instances: [{instance_id, ip, http_port}]}`.
 - `POST {coordinator}/directory/lookup`: the same body: `{results: [{key, placements: [{tier, size_bytes}]}]}`, as of
   the last events that servers with `--coordinator-event-reporting` have told; without, empty.
@@ -17,7 +17,7 @@ Read in lmcache 0.5.6 and seen running. Two servers: the MP server beside the en
 - `DELETE {server}/cache/objects`: `{keys, tier, force}`: `{deleted, skipped, ok}`; 503 for tier `all` without an L2.
 
 The server itself lists L2 only where its adapter can (only `s3` can), and L1 never. `model_name` is vLLM's `--model`,
-not what it serves it as; at most 1 000 000 token ids. There is no authentication.
+not its served name; at most 1 000 000 token ids. There is no authentication.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SaltedTokens:
 
     salt: str
     token_ids: Sequence[int]
-    """From the first on; what is beyond TOKENS_MAX is not named."""
+    """Token ids from the first on; those beyond TOKENS_MAX are not named."""
 
 
 Answer = TypeVar("Answer")
@@ -212,6 +212,6 @@ def _read(kind: type[Answer], answer: httpx.Response) -> Answer:
         # Its words may quote the request.
         raise SidecarUnavailable(f"LMCache answered with status {answer.status_code} to {answer.request.url.path}")
     try:
-        return msgspec.json.decode(answer.content, type=kind)
+        return msgspec.json.decode(answer.content, type=kind, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise SidecarUnavailable("LMCache's answer is not valid") from exc

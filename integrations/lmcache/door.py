@@ -47,7 +47,7 @@ class LMCacheDoor(LMCacheKV):
 
     @override
     async def start(self) -> None:
-        """Listen. Of several API servers of one pod the first one does; it deletes what the others saved as well."""
+        """Listen. Of several API servers of one pod the first one does; it deletes KV of the others too."""
         await super().start()
         if self._server is not None:
             return

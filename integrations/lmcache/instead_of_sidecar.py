@@ -1,15 +1,15 @@
 """LMCache in the place of connector and kv-sidecar, for deployments that run it already (ADR 0064).
 
-LMCache knows no contexts: it knows whole chunks of tokens (256 by default) under a salt. Each context has a salt of its
-own, the same from turn to turn, so what is found under it is that context's alone, and what is deleted is nobody
-else's. The engine's LMCache connector saves and loads; we say what to bring near, what to keep, and what to delete.
+LMCache knows whole chunks of tokens (256 by default) under a salt, and no contexts. Each context has a salt of its own
+in all its turns, so KV under a salt belongs to one context. The engine's LMCache connector saves and loads. This
+module prefetches, pins and deletes.
 
-What it cannot do, and nothing here pretends: less than a chunk is never saved, and the tail of a context is computed
-anew each turn; no word comes of when a save is durable, or of where a load came from; contexts share no KV, a fork
-computes its own; a delete is done as far as LMCache tells, and verified by nobody; a turn in flight may save after it.
+Limits: less than a chunk is never saved, so each turn computes the tail of its context again. LMCache does not report
+when a save is durable, or the tier of a load. Contexts share no KV; a fork computes its own. A delete is not verified,
+and a turn in flight may save after it.
 
-Rules: what was sent to the engine under a salt is remembered until its context ends, since LMCache deletes by tokens;
-pins are counted there, so each is taken back once.
+Rules: token ids of a salt are remembered until their context ends, because LMCache deletes by tokens. LMCache counts
+pins, so each is taken back once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from integrations.lmcache.api import Instance, LMCacheApi, SaltedTokens
 log = logging.getLogger(__name__)
 
 UNTOLD = "durability_unknown"
-"""Why a create does not know whether its KV is safe: LMCache does not say."""
+"""Reason in a create's answer: LMCache does not report durability."""
 _TOKENS_HELD_MAX = 32 << 20
-"""In one API server process, at 4 bytes each. A context that does not fit is deleted by what the directory lists."""
+"""In one API server process, at 4 bytes each. A context that does not fit is deleted by the directory's list."""
 _UNCOMMITTED_MAX = 4_096
 _SEQUENCES_MAX = 8
-"""Of one context: where resends left what it was before. The oldest is forgotten when there are more."""
+"""Sequences of one context, one more at each resend that differs. The oldest is forgotten first."""
 _ROUNDS = 3
 _PAUSE_S = 0.1
 """Between rounds of a delete: a lock of LMCache's is held for one load or one write."""
@@ -48,7 +48,7 @@ _IDLE_S = 3600.0
 
 @dataclass(slots=True)
 class _Held:
-    """What LMCache was given of one context."""
+    """Tokens of one context that LMCache has."""
 
     tenant: TenantId
     expires_at_ms: int
@@ -178,7 +178,7 @@ class LMCacheKV:
         return freed_bytes + (await self._delete(tenant, session_id) if session_id else 0)
 
     async def expire(self) -> int:
-        """Delete what has ended by now; return the ms until the next does."""
+        """Delete expired contexts; return the ms until the next expiry."""
         now_ms = self._clock.now_ms()
         for session_id, held in [(key, held) for key, held in self._held.items() if held.expires_at_ms <= now_ms]:
             if held.expires_at_ms > self._clock.now_ms() or self._held.get(session_id) is not held:
@@ -190,7 +190,7 @@ class LMCacheKV:
         return min((held.expires_at_ms for held in self._held.values()), default=now_ms + 3_600_000) - now_ms
 
     async def close(self) -> None:
-        """End the connections; what is pinned stays so, as it should while others serve the context."""
+        """End the connections; pins stay, because other pods may serve the context."""
         task, self._expiry = self._expiry, None
         if task is not None:
             task.cancel()
@@ -206,7 +206,7 @@ class LMCacheKV:
         try:
             for number, token_ids in enumerate(list(held.sequences)):
                 kv = SaltedTokens(salt, token_ids)
-                # Those after the first share its beginning, perhaps: bytes are counted once.
+                # Later sequences may share the beginning of the first: bytes are counted once.
                 freed_bytes += 0 if number else await self._api.size_bytes(kv)
                 if held.pinned is not None:
                     await self._api.unpin(SaltedTokens(salt, held.pinned))
@@ -217,7 +217,7 @@ class LMCacheKV:
         except ContextCacheError:
             held.expires_at_ms = self._clock.now_ms() + _RETRY_MS
             raise
-        if self._held.get(session_id) is held:  # else somebody else has deleted it, and it may be there anew
+        if self._held.get(session_id) is held:  # else another call has deleted it, and a turn may have added it anew
             self._forget(session_id)
         return freed_bytes
 
@@ -236,7 +236,7 @@ class LMCacheKV:
         raise SidecarUnavailable("LMCache did not delete all KV of a context: some of it is locked")
 
     async def _delete_listed(self, salt: str, instances: Sequence[Instance]) -> int:
-        """Delete what the directory lists under a salt, when its tokens are not known: this process is younger."""
+        """Delete the keys that the directory lists under a salt, when its tokens are of an earlier process."""
         keys = await self._api.keys_under(salt)
         skipped = await asyncio.gather(*(self._api.delete_keys(instance, keys) for instance in instances if keys))
         if any(skipped):

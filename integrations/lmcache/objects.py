@@ -1,8 +1,8 @@
 """LMCache's objects as KV of a sidecar's: bytes under a key, by the calls that an engine's connector makes.
 
 One object is one manifest with one file: its bytes are opaque pages, its tokens eight numbers made of its key, its
-group its own. No call of the sidecar's is there for LMCache alone, and what the sidecar does for kept conversations it
-does for these: quota and TTL, a checksum at each load, and they go before contexts do, the one used longest ago first.
+group its own. The sidecar has no call for LMCache alone. It treats objects as kept conversations: quota, TTL, a
+checksum at each load, and eviction before contexts, the least recently used first.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ FINGERPRINT = hashlib.sha256(b'{"format":"lmcache-0.5"}').hexdigest()
 
 
 class ObjectName(Protocol):
-    """What LMCache calls an object (lmcache 0.5.6 v1/distributed/api.py ObjectKey)."""
+    """Name of an object in LMCache (lmcache 0.5.6 v1/distributed/api.py ObjectKey)."""
 
     @property
     def chunk_hash(self) -> bytes:
-        """Of the chunk's tokens and all before them."""
+        """Hash of the chunk's tokens and all before them."""
         ...
 
     @property
@@ -55,23 +55,23 @@ class ObjectName(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdapterParams:
-    """What `adapter_params` may say."""
+    """Fields of `adapter_params`."""
 
     sidecar: str
     """Address of the sidecar: `unix:///path` or `host:port`."""
     tenant: str = "lmcache"
-    """Whose quota it counts towards, and who can list it."""
+    """Tenant that has the objects in its quota and its lists."""
     ttl_s: int = 7 * 24 * 3600
     """An object lives so long after it was saved."""
     timeout_ms: int = 10_000
-    """For one call."""
+    """Deadline of one call."""
     workers: int = 4
     """Objects that travel at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class StoredObject:
-    """What the sidecar calls one of LMCache's objects."""
+class ObjectAddress:
+    """Name of one of LMCache's objects in the sidecar."""
 
     cache_ref: str
     group: str
@@ -79,7 +79,7 @@ class StoredObject:
     """Eight numbers of 32 bits: as good as the key itself, and fewer than a block of any engine's (a tail)."""
 
     @classmethod
-    def of(cls, key: ObjectName) -> StoredObject:
+    def of(cls, key: ObjectName) -> ObjectAddress:
         """Name the object of a key. Every field of the key counts."""
         fields = [key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, key.chunk_hash.hex()]
         digest = hashlib.sha256(json.dumps(fields).encode()).digest()
@@ -98,7 +98,7 @@ class SidecarObjects:
 
     def put(self, key: ObjectName, data: memoryview) -> int:
         """Save an object unless it is there; return its bytes. Raises ContextCacheError: it is not there, then."""
-        stored = StoredObject.of(key)
+        stored = ObjectAddress.of(key)
         try:
             self._client.prepare_save(
                 pb.PrepareSaveRequest(
@@ -124,14 +124,14 @@ class SidecarObjects:
     def has(self, key: ObjectName) -> bool:
         """Return whether it can be loaded. Raises ContextCacheError but for a miss."""
         try:
-            self._client.get_manifest(self._params.tenant, StoredObject.of(key).cache_ref, self._timeout_s)
+            self._client.get_manifest(self._params.tenant, ObjectAddress.of(key).cache_ref, self._timeout_s)
         except CacheRefNotFound:
             return False
         return True
 
     def get(self, key: ObjectName, room: memoryview) -> None:
         """Fill `room` with an object of its size, verified. Raises ContextCacheError; `room` is as it was, then."""
-        stored = StoredObject.of(key)
+        stored = ObjectAddress.of(key)
         request = pb.LoadBlocksRequest(
             tenant=self._params.tenant,
             cache_ref=stored.cache_ref,
@@ -150,13 +150,13 @@ class SidecarObjects:
 
     def delete(self, key: ObjectName) -> int:
         """Delete it in all tiers, and refuse saves of it that come late; return the bytes freed."""
-        return self._client.delete_context(self._params.tenant, cache_refs=(StoredObject.of(key).cache_ref,))
+        return self._client.delete_context(self._params.tenant, cache_refs=(ObjectAddress.of(key).cache_ref,))
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
 
-    def _meta(self, stored: StoredObject) -> BlockMeta:
+    def _meta(self, stored: ObjectAddress) -> BlockMeta:
         tenant, ids = self._params.tenant, stored.token_ids
         return BlockMeta("tail", stored.cache_ref, "", tenant, FINGERPRINT, 0, ids)
 

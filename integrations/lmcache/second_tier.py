@@ -1,9 +1,8 @@
 """LMCache's second tier over a kv-sidecar: its objects as KV of the sidecar's, with quota, TTL, checksums and metrics.
 
-Loaded by LMCache's server (`--l2-adapter`), so it imports what that environment has: LMCache (extra `[lmcache]`), and
-of ours what the engine's side of a sidecar's client needs. What an object is there: `lmcache_objects.py`. Mirrors
-lmcache 0.5.6 v1/distributed/l2_adapters/base.py L2AdapterInterface and plugin_l2_adapter.py; both changed twice in a
-year, so the versions are pinned.
+Loaded by LMCache's server (`--l2-adapter`), so it imports only LMCache (extra `[lmcache]`) and the
+engine's client of a sidecar. `objects.py` maps objects to KV. Mirrors lmcache 0.5.6 v1/distributed/l2_adapters/base.py
+L2AdapterInterface and plugin_l2_adapter.py; both changed twice in a year, so the versions are pinned.
 
 Rules: no fault here is more than a miss or a save that is dropped; every call has a deadline; at most `workers` at
 once.
@@ -39,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class _Tasks(Generic[Result]):
-    """Tasks of one kind: what is done waits until it is asked for, and an event says so."""
+    """Tasks of one kind: a result waits until LMCache asks for it, and an event announces it."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -54,7 +53,7 @@ class _Tasks(Generic[Result]):
         return int(self._event.fileno())
 
     def begin(self, work: Callable[[], Result], failed: Result) -> int:
-        """Have `work` done, and return the task's number; `failed`: what comes of it when it raises."""
+        """Start `work` and return the task's number; `failed`: its result if it raises."""
         with self._lock:
             self._num_begun += 1
             number, is_full = self._num_begun, self._num_pending >= _PENDING_MAX
@@ -66,12 +65,12 @@ class _Tasks(Generic[Result]):
         return number
 
     def take(self, number: int) -> Result | None:
-        """Return what came of a task, once; None: nothing yet."""
+        """Return the result of a task, once; None: not yet."""
         with self._lock:
             return self._done.pop(number, None)
 
     def take_all(self) -> dict[int, Result]:
-        """Return what came of all that are done, once."""
+        """Return all results, once."""
         with self._lock:
             done, self._done = self._done, {}
         return done
@@ -96,7 +95,7 @@ class _Tasks(Generic[Result]):
 
 
 class SidecarL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not followed by mypy
-    """What LMCache's two controller threads call. It locks nothing: what goes between lookup and load is a miss."""
+    """LMCache's second tier. It locks nothing: an object deleted between lookup and load is a miss."""
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: object = None) -> None:  # noqa: ARG002  # LMCache's own
         """`params`: fields of AdapterParams. Raises TypeError for others. Connects at the first call."""
@@ -173,10 +172,10 @@ class SidecarL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
 
     @override
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Delete all, or raise the first ContextCacheError: LMCache then tells whoever asked."""
+        """Delete all, or raise the first ContextCacheError: LMCache then tells its caller."""
         for key in keys:
             self._objects.delete(key)
-            # Of an object of a process before this one LMCache has counted nothing.
+            # LMCache has not counted an object of an earlier process.
             self._notify_keys_deleted([key], [self._sizes_bytes.pop(key, 0)])
 
     @override
@@ -187,12 +186,12 @@ class SidecarL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             tasks.close()
 
     def report_status(self) -> dict[str, Any]:
-        """Return what LMCache's `/status` shows."""
+        """Return the entry of LMCache's `/status`."""
         return {"is_healthy": True, "type": "SidecarL2Adapter"}
 
 
 def _found(keys: Sequence[ObjectKey], is_there: Callable[[int], bool]) -> Bitmap:
-    """Return which of the keys are there; what cannot be asked is not."""
+    """Return the keys that are stored; a failed question counts as absent."""
     bits = Bitmap(len(keys))
     for number in range(len(keys)):
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from contextcache.errors import CacheRefNotFound, ContextDeleted, CorruptBlock, SidecarUnavailable
-from integrations.lmcache.objects import AdapterParams, SidecarObjects, StoredObject
+from integrations.lmcache.objects import AdapterParams, ObjectAddress, SidecarObjects
 from kv_sidecar.client import EngineSidecarClient
 from kv_sidecar.format.ids import BlockKey
 from tests.kit.sidecar_process import SidecarProcess
@@ -71,7 +71,7 @@ def test_an_object_is_of_its_tenant_and_not_the_engine_s(objects, sidecar, name)
     other = EngineSidecarClient(sidecar.address)
     try:
         with pytest.raises(CacheRefNotFound):
-            other.get_manifest("demo", StoredObject.of(name).cache_ref, 5)
+            other.get_manifest("demo", ObjectAddress.of(name).cache_ref, 5)
     finally:
         other.close()
     objects.delete(name)
@@ -94,7 +94,7 @@ def test_a_room_of_another_size_is_left_as_it_was(objects, name):
     ids=lambda change: next(iter(change)),
 )
 def test_every_part_of_a_name_makes_another_object(name, change):
-    one, other = StoredObject.of(name), StoredObject.of(replace(name, **change))
+    one, other = ObjectAddress.of(name), ObjectAddress.of(replace(name, **change))
 
     assert len({one.cache_ref, other.cache_ref}) == len({one.token_ids, other.token_ids}) == 2
     assert BlockKey.from_file_name(BlockKey("tail", one.cache_ref, 0).file_name) is not None

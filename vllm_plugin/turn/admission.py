@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 QUOTA = "quota"
 """Beside the limits of `contextcache.requests`: why a turn was refused."""
 _CREATE_SHARE = 0.95
-"""Of a quota that creates may fill; the rest is for the turns of the contexts that are there. A save that does not fit
-is refused whole, so that a tenant comes near its quota and hardly ever up to it."""
+"""Share of a quota that creates may fill; the rest is for turns of existing contexts. A save that does not fit is
+refused whole, so a tenant comes near its quota and hardly ever reaches it."""
 _UNASKED_MS = 10_000
 """How long a sidecar is left alone that was silent or has no quotas: creates cost nothing then."""
 
 
 LARGE_BYTES = 64 << 10
-"""Bodies from which on the engine may need more than some milliseconds."""
+"""Size from which the engine may read a body for more than some milliseconds."""
 REST_FROM_S = 0.02
 
 
@@ -55,7 +55,7 @@ class TurnAdmission:
         clock: Clock,
         metrics: TurnMetrics | None = None,
     ) -> None:
-        """`quotas`: who knows how much KV a tenant has; None: nobody."""
+        """`quotas`: client of the sidecar that counts a tenant's KV; None: no quotas."""
         self._metrics = metrics
         self._in_hand = TenantsInHand(
             requests_max=settings.tenant_turns_max, bytes_max=settings.tenant_bytes_max, on_refused=self._count
@@ -77,13 +77,13 @@ class TurnAdmission:
         return self._in_hand.requests_of_all()
 
     def body(self, tenant: TenantId) -> AbstractContextManager[TakeBytes]:
-        """Return what counts the bytes of one body for the length of a `with` block."""
+        """Return a counter of the bytes of one body for the length of a `with` block."""
         return self._in_hand.body(tenant)
 
     async def check_quota(self, tenant: TenantId) -> None:
         """Refuse a create for which there is no room. Raises ContextQuotaExceeded.
 
-        The sidecar counts what is stored, so creates at one time may all be admitted; it refuses their saves then.
+        The sidecar counts stored KV, so creates at one time may all be admitted. It then refuses their saves.
         """
         now_ms = self._clock.now_ms()
         # A clock set back must not keep the sidecar unasked for longer.

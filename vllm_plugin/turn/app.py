@@ -23,7 +23,7 @@ memory for the KV of (2 TiB with an 8B model). A transcript that does not fit co
 
 
 def compose_turns(settings: TurnSettings, secret: bytes) -> tuple[TurnStory, TurnAdmission, KeptRequests | None]:
-    """Return the story, what guards it, and what keeps plain requests (LMCache does so itself), with real adapters.
+    """Return the story, its admission and the keeper of plain requests, with real adapters. LMCache keeps those itself.
 
     Nothing is connected before the first turn. Raises OSError or ValueError when the certificate files cannot serve.
     """

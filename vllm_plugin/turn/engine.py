@@ -86,7 +86,7 @@ class Engine:
 
     async def generate(self, path: str, body: dict[str, Any], receive: Receive, send: Send) -> None:
         """Run one completion; the answer goes to `send` as ASGI messages, `receive` reports the client's leaving."""
-        await self._app(self._scope_for(path, raw := _encode(body)), _body_then(raw, receive), send)
+        await self._app(self._scope_for(path, raw := _encode(body)), body_then(raw, receive), send)
 
     def _tokens(self, answer: dict[str, Any]) -> tuple[int, ...]:
         self.max_model_len = answer["max_model_len"]
@@ -109,7 +109,7 @@ class Engine:
 
         try:
             async with asyncio.timeout(_TOKENIZE_DEADLINE_S):
-                await self._app(self._scope_for(path, raw), _body_then(raw, never), send)
+                await self._app(self._scope_for(path, raw), body_then(raw, never), send)
         except TimeoutError as exc:
             raise EngineFailed(f"{path} did not answer within {_TOKENIZE_DEADLINE_S:.0f} s") from exc
         if status != 200:
@@ -148,7 +148,7 @@ def _encode(body: dict[str, Any]) -> bytes:
     return json.dumps(body).encode()
 
 
-def _body_then(body: bytes, receive: Receive) -> Receive:
+def body_then(body: bytes, receive: Receive) -> Receive:
     """Return a receive that gives the body once and then whatever the client's connection says."""
     sent = False
 

@@ -1,8 +1,7 @@
 """A plain request whose KV is kept: the client's own bytes, an order of ours behind them, and a receipt.
 
 vLLM renders the prompt as always, so nothing stored can get into it: a wrong match costs time, never an answer. No
-session, no lease, no transcript, no manager: with all of those away it still hits. What goes wrong here leaves a plain
-request.
+session, no lease, no transcript, no manager: with all of those away it still hits. A fault here leaves a plain request.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from contextcache.clock import Clock
 from contextcache.identity import Identity, KVTransfer, cache_salt, sign_kv_transfer
 from contextcache.model import LoadedKV, ModelId
 from contextcache.names import new_cache_ref
+from vllm_plugin.turn.answer.events import begins_stream
+from vllm_plugin.turn.answer.receipt import TIER_SOURCES
 from vllm_plugin.turn.engine import Message, Send
-from vllm_plugin.turn.event_stream import begins_stream
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
-from vllm_plugin.turn.usage import TIER_SOURCES
 
 _TTL_S = 3600
 """Seconds for which the KV of a request without a context is kept after its last use: an agent's pause."""
@@ -38,8 +37,8 @@ class KeptRequests:
     metrics: TurnMetrics
 
     def begin(self, path: str, identity: Identity, claims: Claims, send: Send) -> tuple[bytes, Send]:
-        """Return the body for the engine, and what to send its answer with."""
-        # Of the gateway's making, and one of ours: retries of a proxy have the first in common.
+        """Return the engine's body and the `send` of its answer."""
+        # Join the gateway's name and one of ours: retries of a proxy share the first.
         request_id = f"{identity.request_id[:_REQUEST_ID_CHARS]}-{secrets.token_hex(8)}"
         order = KVTransfer(
             tenant=identity.tenant,
@@ -58,7 +57,7 @@ class KeptRequests:
         return body, _Receipt(self, request_id, send, comes_first=path == _RESPONSES)
 
     async def receipt(self, request_id: str, *, is_whole: bool) -> list[tuple[bytes, bytes]]:
-        """Return the headers that say what was reused, and count it; none where the connector's word does not come.
+        """Return the headers of the reuse, and count it; no headers without the connector's report.
 
         `is_whole`: the answer is made, so the word is on its way, and is waited for longer.
         """
@@ -75,7 +74,7 @@ class KeptRequests:
 
 
 class _Receipt:
-    """Holds the head of an answer until its first bytes are there: by then the engine has said what it reused."""
+    """Holds the head of an answer until its first bytes are there: by then the engine has reported its reuse."""
 
     def __init__(self, kept: KeptRequests, request_id: str, send: Send, *, comes_first: bool) -> None:
         """`comes_first`: a stream of this call begins before the engine is asked: it has no receipt, it is counted."""

@@ -38,7 +38,7 @@ class KVStore(Protocol):
         ...
 
     async def forget_load(self, request_id: str) -> None:
-        """End what `expect_load` began."""
+        """End the question of `expect_load`."""
         ...
 
     async def read_ahead(self, session: CacheSessionMetadata, token_ids: Sequence[int]) -> None:

@@ -40,7 +40,7 @@ _BRANCH = re.compile(r"[\[\](){}]|^(?:str|int|float|bool|list|dict|none|function
 
 @contextmanager
 def by_vllm(part: str, param: str, *, item: tuple[str, int] | None = None) -> Iterator[None]:
-    """Run vLLM's types and converters on a request, and raise InvalidRequest for what they refuse.
+    """Run vLLM's types and converters on a request, and raise InvalidRequest when they refuse it.
 
     `part`: name of the part that does not match its type, where vLLM's own code does not look. `param`: its field.
     `item`: see `refused`.

@@ -1,4 +1,4 @@
-"""How a turn ends for its session: commit, receipt, and what is tidied up afterwards.
+"""The end of a turn for its session: commit, receipt, and deletes afterwards.
 
 Rules: a refused commit is told in the answer, which is delivered in full all the same; the session stays at its
 generation. KV of a turn that was not committed is dropped.
@@ -37,16 +37,16 @@ from contextcache.model import (
 )
 from contextcache.process.crash_points import crash_point
 from contextcache.wire.tracing import child_span, within
-from vllm_plugin.turn.answer import AnswerResult
-from vllm_plugin.turn.composition import answer_segment
+from vllm_plugin.turn.answer.chat import AnswerResult
+from vllm_plugin.turn.answer.delivery import Closing, Render
+from vllm_plugin.turn.answer.receipt import CommitOutcome, TurnUsage, receipt_headers, usage_object
 from vllm_plugin.turn.crash_points import BEFORE_ABORT, BEFORE_COMMIT
-from vllm_plugin.turn.delivery import Closing, Render
 from vllm_plugin.turn.engine import Engine
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
+from vllm_plugin.turn.prompt.composition import answer_segment
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.turn import Phase, Turn
-from vllm_plugin.turn.usage import CommitOutcome, TurnUsage, receipt_headers, usage_object
 from vllm_plugin.turn.waiting import Background
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Settlement:
     background: Background
 
     async def settle(self, engine: Engine, turn: Turn, result: AnswerResult, render: Render) -> Closing:
-        """End the turn for the session, whatever the session says, and return what the client is told.
+        """End the turn for the session, committed or not, and return the answer's end.
 
         `render` makes the end of the answer of it, for the commit to keep.
         """
@@ -207,7 +207,7 @@ class Settlement:
         turn.timings_ms["seal"] = self.clock.now_ms() - begun_ms
 
     async def stream_receipt(self, turn: Turn) -> list[tuple[str, str]]:
-        """Return a stream's headers at its first token; what the engine reused is known from the load report."""
+        """Return a stream's headers at its first token; the load report says which tokens the engine reused."""
         turn.first_token_s = (self.clock.now_ms() - turn.started_ms) / 1000
         await self._take_load(turn, {}, is_whole=False)
         loaded = turn.loaded
@@ -244,7 +244,7 @@ class Settlement:
         )
 
     def _receipt_kept(self, turn: Turn, usage: TurnUsage) -> TurnReceipt:
-        """Return what the session's history keeps of a turn that is about to be committed."""
+        """Return the receipt that the session's history keeps of a turn about to be committed."""
         now_ms = self.clock.now_ms()
         restore_ms = None if usage.loaded is None else usage.loaded.restore_ms
         return TurnReceipt(
@@ -256,7 +256,7 @@ class Settlement:
             completion_tokens=usage.completion_tokens,
             source=usage.source,
             match=usage.match,
-            # A commit is not refused for what a sidecar says.
+            # A word of the sidecar must not make a commit invalid.
             reason=usage.no_kv[:MAX_WORD_CHARS] if usage.no_kv.isascii() and usage.no_kv.isprintable() else "",
             restore_ms=None if restore_ms is None else max(round(restore_ms), 0),
             first_token_ms=None if turn.first_token_s is None else max(round(turn.first_token_s * 1000), 0),
@@ -275,7 +275,7 @@ class Settlement:
         )
 
     async def abort(self, turn: Turn) -> None:
-        """Release the lease of a turn that ended early, before the client is told: who tries again at once may.
+        """Release the lease of a turn that ended early, before the client hears of it and tries again.
 
         A create's reservation goes with it. Bounded by one call's deadline; goes on when the caller is cancelled.
         Does nothing for a turn that is settled or holds no lease.
@@ -295,13 +295,13 @@ class Settlement:
         await self.manager.abort_turn(turn.session.tenant, turn.session.session_id, lease_id=turn.lease_id)
 
     def _drop(self, turn: Turn) -> None:
-        """Have the sidecar forget what an uncommitted turn saved, or is about to save."""
+        """Delete KV that an uncommitted turn saved, or is about to save."""
         if turn.save_ref is not None:
             self.background.start(self.kv.drop(turn.session.tenant, turn.save_ref))
 
 
 def _counted(turn: Turn, usage: TurnUsage, *, committed: bool) -> Usage:
-    """Return what a turn took, as its receipt says it."""
+    """Return a turn's counts, as its receipt has them."""
     counts = {
         "contexts": int(turn.is_create and committed),
         "turns": 1,
@@ -310,14 +310,17 @@ def _counted(turn: Turn, usage: TurnUsage, *, committed: bool) -> Usage:
         "completion_tokens": usage.completion_tokens,
         "saved_ms": usage.saved_ms or 0,
     }
-    return Usage(turn.key, counts)
+    return Usage(turn.identity.key, counts)
 
 
 def _describe(span: Span, usage: TurnUsage, outcome: CommitOutcome) -> None:
-    """Say on the turn's span what it reused and how it ended."""
-    span.set_attribute("contextcache.source", usage.source)
-    span.set_attribute("contextcache.verdict", usage.verdict)
-    span.set_attribute("contextcache.cached_tokens", usage.cached_tokens)
-    span.set_attribute("contextcache.computed_tokens", usage.computed_tokens)
-    span.set_attribute("contextcache.generation", outcome.generation)
-    span.set_attribute("contextcache.committed", outcome.committed)
+    """Add the turn's reuse and its end to its span."""
+    told: dict[str, str | int] = {
+        "source": usage.source,
+        "verdict": usage.verdict,
+        "cached_tokens": usage.cached_tokens,
+        "computed_tokens": usage.computed_tokens,
+        "generation": outcome.generation,
+        "committed": outcome.committed,
+    }
+    span.set_attributes({f"contextcache.{name}": value for name, value in told.items()})

@@ -1,9 +1,8 @@
 """A turn from the signed request to the committed transcript. Read this first.
 
-`create` makes a context, `continue_turn` continues one; both end in `_run`, which is the same for both: the engine
-gets the whole prompt as token ids and the names of the KV to load and to save, the lease is renewed while the answer
-streams, and the commit (`settlement.py`) comes before the answer's last byte, so that what a client has seen complete
-is committed.
+`create` makes a context, `continue_turn` continues one. Both end in `_run`. The engine gets the whole prompt as token
+ids, and the names of the KV to load and to save. The lease is renewed while the answer streams. The commit
+(`settlement.py`) comes before the answer's last byte: an answer that a client has seen complete is committed.
 
 Rules: KV is a cache of the transcript, so no fault of KV is ever the client's. Whatever ends a turn early (client gone,
 engine error, our own fault) aborts it: nothing is committed, the lease is free.
@@ -51,25 +50,25 @@ from contextcache.names import new_cache_ref
 from contextcache.process.crash_points import crash_point
 from contextcache.responses import Labels
 from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
-from vllm_plugin.turn.answer import JsonAnswer, SseAnswer
-from vllm_plugin.turn.anthropic import Anthropic
-from vllm_plugin.turn.composition import compose_first, compose_turn
+from vllm_plugin.turn.answer.anthropic import Anthropic
+from vllm_plugin.turn.answer.chat import JsonAnswer, SseAnswer
+from vllm_plugin.turn.answer.delivery import Delivery
+from vllm_plugin.turn.answer.keep_alive import KeepAlive
+from vllm_plugin.turn.answer.repeats import give_again
+from vllm_plugin.turn.answer.responses import Responses, under_instructions
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
-from vllm_plugin.turn.delivery import Delivery
-from vllm_plugin.turn.engine import Engine, Receive, Send
-from vllm_plugin.turn.keep_alive import KeepAlive
-from vllm_plugin.turn.matching import match
+from vllm_plugin.turn.engine import Engine, Receive, Scope, Send
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
-from vllm_plugin.turn.repeats import Recording, give_again
-from vllm_plugin.turn.request import CHAT_PATH, TurnRequest, with_new_messages
-from vllm_plugin.turn.responses import Responses, under_instructions
+from vllm_plugin.turn.prompt.composition import compose_first, compose_turn
+from vllm_plugin.turn.prompt.matching import match
+from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, with_new_messages
+from vllm_plugin.turn.prompt.transcript import Transcript
+from vllm_plugin.turn.prompt.truncation import cut_to_fit
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.settlement import Settlement
-from vllm_plugin.turn.transcript import Transcript
-from vllm_plugin.turn.truncation import cut_to_fit
 from vllm_plugin.turn.turn import Turn
-from vllm_plugin.turn.waiting import Background, Patience
+from vllm_plugin.turn.waiting import Background, TurnPatience
 
 if TYPE_CHECKING:
     from context_manager.client import ContextManagerClient
@@ -77,9 +76,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Words: TypeAlias = Anthropic | Responses
-"""Of a call that is a chat's turn in other ones."""
+"""Dialect of a route whose requests become chat turns."""
 _GIVING_BACK_S = 0.2
-"""For a lease that a silent manager may have given; together with MANAGER_REDIS_TIMEOUT_S below a second."""
+"""Wait for the release of a lease that a silent manager may have given; together with MANAGER_REDIS_TIMEOUT_S below a
+second."""
 _SERVED_MAX = 10_000
 """Names remembered, some 200 bytes each."""
 _BACKGROUND_CALLS_MAX = 1024
@@ -88,8 +88,13 @@ _BACKGROUND_CALLS_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The two ends of the client's connection, and the words of its call."""
+    """A client's request: its head, the two ends of its connection, and the words of its call."""
 
+    scope: Scope
+    headers: dict[str, str]
+    """Headers by lower-case name, repeated ones joined."""
+    tag: str
+    """Tag of its tenant; empty: unknown."""
     receive: Receive
     send: Send
     words: Words | None = None
@@ -97,16 +102,21 @@ class Client:
     keep_alive: KeepAlive | None = None
     """Its `send`, where it wants comments in the silences of a stream."""
 
+    @property
+    def path(self) -> str:
+        """Path of the route."""
+        return str(self.scope["path"])
+
     def filling(self, *, stream: bool) -> AbstractAsyncContextManager[None]:
         """Keep a stream open that is answered inside the block."""
         return nullcontext() if self.keep_alive is None or not stream else self.keep_alive.filling()
 
     def asking(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return what the engine is asked, from what a completion or a chat would ask."""
+        """Return the engine's path and body, from those of a completion or a chat."""
         return (path, body) if self.words is None else self.words.asking(body)
 
     def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:
-        """Return what reads the engine's answer and tells it."""
+        """Return a reader of the engine's answer that writes the client's."""
         if self.words is not None:
             return self.words.answer(turn)
         if not turn.request.stream:
@@ -133,8 +143,8 @@ class TurnStory:
         self.background = Background(limit=_BACKGROUND_CALLS_MAX, deadline_s=self.settings.rpc_deadline_ms / 1000)
         self._served: OrderedDict[SessionId, None] = OrderedDict()
         """Contexts that this process has served, the one served last in the end."""
-        self._patiences: set[Patience] = set()
-        """Of the turns the engine is answering."""
+        self._patiences: set[TurnPatience] = set()
+        """Patiences of the turns that the engine is answering."""
         self._settlement = Settlement(self.settings, self.manager, self.kv, self.clock, self.metrics, self.background)
 
     async def create(
@@ -149,7 +159,9 @@ class TurnStory:
                 new, lease_id=lease_id, lease_ttl_ms=self.settings.lease_ttl_ms, repeatable=request.repeatable
             )
         request = under_instructions(request, (), ContextMode.AUTO, has_stored_ids=False)
-        turn = self._new_turn(request, session, identity, lease_id=lease_id, is_create=True, commits=True)
+        turn = Turn(
+            request, session, identity, lease_id, new_cache_ref(), is_create=True, started_ms=self.clock.now_ms()
+        )
         async with self._lease(turn):
             crash_point(BEGUN)
             self._note_served(new.session_id)
@@ -173,7 +185,8 @@ class TurnStory:
                 repeatable=request.repeatable,
             )
         commits = request.commit and session.mode is SessionMode.SESSION
-        turn = self._new_turn(request, session, identity, lease_id=lease_id, is_create=False, commits=commits)
+        save_ref = new_cache_ref() if commits else None
+        turn = Turn(request, session, identity, lease_id, save_ref, is_create=False, started_ms=self.clock.now_ms())
         async with self._lease(turn):
             crash_point(BEGUN)
             if session.model_id != request.model:
@@ -234,7 +247,7 @@ class TurnStory:
         await self.background.finish(dropping, within_s=_GIVING_BACK_S)
 
     async def start(self) -> None:
-        """Begin what runs without a turn, in the running loop."""
+        """Begin the store's own work, in the running loop."""
         await self.kv.start()
 
     def give_up(self) -> None:
@@ -263,7 +276,7 @@ class TurnStory:
                 "context, or set `truncation`"
             )
         turn.timings_ms["compose"] = self.clock.now_ms() - turn.started_ms
-        patience = Patience(self.settings.engine_timeout_s)
+        patience = TurnPatience(self.settings.engine_timeout_s)
         delivery = Delivery(
             client.answer(turn),
             client.send,
@@ -290,7 +303,7 @@ class TurnStory:
             await self.kv.forget_load(turn.request_id)
 
     async def _generate(
-        self, engine: Engine, turn: Turn, client: Client, delivery: Delivery, patience: Patience
+        self, engine: Engine, turn: Turn, client: Client, delivery: Delivery, patience: TurnPatience
     ) -> None:
         """Have the engine answer. Raises EngineFailed, NoReadyEndpoint when that came to no end, or took too long."""
         crash_point(BEFORE_ENGINE)
@@ -310,7 +323,7 @@ class TurnStory:
     def _read_ahead(self, session: CacheSessionMetadata, transcript: Transcript) -> None:
         """Have the sidecar begin to read KV before the engine asks, unless this process has served the context lately.
 
-        Then the engine most often has it itself, and nothing is to be read that nobody asks for.
+        In that case the engine mostly has the KV itself.
         """
         if session.cache_refs and session.session_id not in self._served:
             self.background.start(self.kv.read_ahead(session, transcript.token_ids))
@@ -323,7 +336,7 @@ class TurnStory:
             self._served.popitem(last=False)
 
     def _engine_body(self, turn: Turn) -> dict[str, Any]:
-        """Return what vLLM gets: the client's own fields, our prompt, and the connector's orders."""
+        """Return vLLM's body: the client's own fields, our prompt, and the connector's orders."""
         assert turn.prompt is not None
         request = turn.request
         kv_transfer, salt = self._kv_order(turn)
@@ -347,7 +360,7 @@ class TurnStory:
         return body
 
     def _kv_order(self, turn: Turn) -> tuple[dict[str, Any], str]:
-        """Return what the engine's connector is told, and the salt."""
+        """Return the connector's order and the salt."""
         assert turn.prompt is not None
         session = turn.session
         order = KVTransfer(
@@ -359,39 +372,10 @@ class TurnStory:
             expires_at_ms=session.expires_at_ms,
             save_again_tokens=_save_again_tokens(turn),
             traceparent=kept_traceparent(),
-            beginning=turn.beginning,
-            prefix_at=turn.prefix_at,
+            beginning=turn.identity.beginning,
+            prefix_at=turn.identity.prefix_at,
         )
         return self.kv.order(session, order, turn.prompt.token_ids)
-
-    def _new_turn(
-        self,
-        request: TurnRequest,
-        session: CacheSessionMetadata,
-        identity: Identity,
-        *,
-        lease_id: str,
-        is_create: bool,
-        commits: bool,
-    ) -> Turn:
-        get_current_span().set_attribute("contextcache.session_id", session.session_id)
-        # Each endpoint counts as its own API does (ADR 0091).
-        of_endpoint = UsageFormat.OPENAI if request.path == CHAT_PATH else UsageFormat.CONTEXT
-        return Turn(
-            request=request,
-            session=session,
-            # Of our own making: a request id a client can choose must not name another's load report.
-            request_id=f"{identity.request_id[:64]}-{secrets.token_hex(8)}",
-            lease_id=lease_id,
-            save_ref=new_cache_ref() if commits else None,
-            is_create=is_create,
-            key=identity.key,
-            beginning=identity.beginning,
-            prefix_at=identity.prefix_at,
-            usage=request.usage or identity.usage or of_endpoint,
-            started_ms=self.clock.now_ms(),
-            recording=Recording() if request.repeatable and commits else None,
-        )
 
     @asynccontextmanager
     async def _taking(self, tenant: TenantId, session_id: SessionId, lease_id: str) -> AsyncIterator[None]:
@@ -414,6 +398,7 @@ class TurnStory:
     @asynccontextmanager
     async def _lease(self, turn: Turn) -> AsyncIterator[None]:
         """Renew the lease while the turn runs; release it when the turn ends unsettled."""
+        get_current_span().set_attribute("contextcache.session_id", turn.session.session_id)
         renewal = None if turn.save_ref is None else asyncio.create_task(self._renew(turn))
         try:
             yield
@@ -434,7 +419,7 @@ class TurnStory:
                     turn.session.tenant, turn.session.session_id, lease_id=turn.lease_id, lease_ttl_ms=ttl_ms
                 )
             except ContextCacheError as exc:
-                # The commit will say what a lost lease means; the answer goes on.
+                # The answer goes on; the commit decides about a lost lease.
                 log.warning("lease not renewed", extra={"session_id": turn.session.session_id, "reason": exc.code})
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from enum import Enum
 
 from opentelemetry.context import Context, get_current
 
+from contextcache.identity import Identity
 from contextcache.model import CacheRef, CacheSessionMetadata, LoadedKV, UsageFormat
 from contextcache.phases import Phases
-from vllm_plugin.turn.composition import ComposedPrompt
-from vllm_plugin.turn.repeats import Recording
-from vllm_plugin.turn.request import TurnRequest
+from vllm_plugin.turn.answer.repeats import Recording
+from vllm_plugin.turn.prompt.composition import ComposedPrompt
+from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest
 
 
 class Phase(Enum):
@@ -55,18 +57,14 @@ class Turn:
 
     request: TurnRequest
     session: CacheSessionMetadata
-    request_id: str
+    identity: Identity
     lease_id: str
     save_ref: CacheRef | None
     """Name of the KV that the turn saves; None: the turn commits nothing and holds no lease."""
     is_create: bool
-    usage: UsageFormat
     started_ms: int
-    key: str = ""
-    """Name of the API key that it is counted under."""
-    beginning: str = ""
-    """See contextcache.identity.Identity, as `prefix_at`."""
-    prefix_at: str = ""
+    request_id: str = ""
+    """Name of the load report. Its random part keeps a client from naming another's."""
     recording: Recording | None = None
     """Record of the answer, for a request that may come again."""
     prompt: ComposedPrompt | None = None
@@ -79,6 +77,18 @@ class Turn:
     phase: Phase = Phase.LEASED
     trace: Context = field(default_factory=get_current)
     """Context with the turn's own span. The engine's task, which ends a turn, has another."""
+
+    def __post_init__(self) -> None:
+        """Name the request, and record an answer that may be asked for again."""
+        self.request_id = f"{self.identity.request_id[:64]}-{secrets.token_hex(8)}"
+        if self.request.repeatable and self.save_ref is not None:
+            self.recording = Recording()
+
+    @property
+    def usage(self) -> UsageFormat:
+        """Format of the usage. Each endpoint counts as its own API does (ADR 0091)."""
+        of_endpoint = UsageFormat.OPENAI if self.request.path == CHAT_PATH else UsageFormat.CONTEXT
+        return self.request.usage or self.identity.usage or of_endpoint
 
     def advance(self, event: str) -> None:
         """Change the phase."""

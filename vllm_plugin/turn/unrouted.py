@@ -1,7 +1,7 @@
 """Requests that came another way than a gateway meant: let through while it was away, or meant for another pod.
 
 Envoy lets the first through unrouted and says so in a header. Such a request may be stateless and nothing else: a
-context needs the gateway's signature, and what only our own parts may tell the engine was not removed on the way. A
+context needs the gateway's signature, and no gateway has removed keys that only our own parts may send. A
 claim and a forbidden key are found as the gateway finds them.
 """
 
@@ -14,7 +14,7 @@ from contextcache.errors import GatewayUnavailable, NoReadyEndpoint
 from contextcache.identity import DESTINATION_HEADER
 from contextcache.responses import continued_by
 from vllm_plugin.turn.engine import ASGIApp, Message, Receive, Scope, Send, send_error
-from vllm_plugin.turn.request import CONTEXT_PATH
+from vllm_plugin.turn.prompt.request import CONTEXT_PATH
 
 _RETRY_AFTER_S = 1
 _DESTINATION = DESTINATION_HEADER.encode()
@@ -41,8 +41,8 @@ def _away() -> GatewayUnavailable:
 def without_strangers(app: ASGIApp) -> ASGIApp:
     """Have an engine say 503 where it would say 404 to a request that was meant for another pod.
 
-    A proxy that does not know a new pod yet sends what is meant for it to any other, whose model may be another one:
-    the client shall come again, not believe that there is no such model. By the address the connection came to; where
+    A proxy that does not know a new pod yet sends its requests to any other pod, whose model may differ. The client
+    must try again, not believe that there is no such model. By the address the connection came to; where
     that is translated on the way, a model or path that no pod has is 503 too.
     """
 

@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 _CLIENT_S = 120.0
 """Time for which a client may leave a part of its answer unread."""
 _GRACE_S = 10.0
-"""For an application that was told that its client has left."""
+"""Time that an application has after its client has left."""
 
 
-class Patience:
+class TurnPatience:
     """One turn's. Costs a comparison a message: the timer is moved only when it fires, or must fire earlier."""
 
     def __init__(self, engine_s: float) -> None:
@@ -47,7 +47,7 @@ class Patience:
         """`engine` or `client`, once it is; empty before."""
 
     def lose(self, whom: str) -> None:
-        """Have no more patience, for whatever reason; harmless outside `watching`, and while we wait for ourselves."""
+        """End the patience; harmless outside `watching`, and while we wait for ourselves."""
         if self._limit is not None and self._deadline_s is not None and not self.lost_with:
             self.lost_with = whom
             self._out.set()
@@ -122,7 +122,7 @@ class Patience:
 
 
 class Background:
-    """Runs small calls that outlive whoever began them. What does not fit or fails is logged: leases and KV expire."""
+    """Runs small calls that outlive their callers. A call that does not fit or fails is logged."""
 
     def __init__(self, *, limit: int, deadline_s: float) -> None:
         """Run at most `limit` calls at once, each for at most `deadline_s`."""
@@ -165,7 +165,7 @@ class Background:
 
 
 class Draining:
-    """Whether SIGTERM or SIGINT was heard. Whoever else listens for them hears them too."""
+    """Whether SIGTERM or SIGINT was heard. Other handlers of these signals run too."""
 
     def __init__(self, *, timeout_s: float, give_up: Callable[[], None]) -> None:
         """`give_up` is called in the loop, `timeout_s` after the first signal."""
@@ -176,12 +176,12 @@ class Draining:
     def listen(self) -> None:
         """Hear the signals from now on; to be called in the running loop, once the server's own handlers are there."""
         if threading.current_thread() is not threading.main_thread():
-            return  # only there can signals be heard: somebody embeds the server, and tells it to end otherwise
+            return  # Python handles signals only there: an embedding program ends the server otherwise
         for number in (signal.SIGTERM, signal.SIGINT):
             self._listen_for(number, asyncio.get_running_loop())
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Refuse what comes from now on. Harmless when repeated; any thread, and a signal handler, may call it."""
+        """Refuse new requests from now on. Harmless when repeated; any thread, and a signal handler, may call it."""
         if not self.value:
             self.value = True
             loop.call_soon_threadsafe(loop.call_later, self._timeout_s, self._give_up)

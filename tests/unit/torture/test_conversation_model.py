@@ -16,11 +16,11 @@ from contextcache.model import ContextMode
 from tests.kit.faults.conversation import Conversation, _ids, _text, rendered
 from tests.kit.faults.reference import Answer, Difference
 from tests.kit.seed import SEED
-from vllm_plugin.turn.answer import AnswerResult
-from vllm_plugin.turn.composition import answer_segment, compose_first, compose_turn
-from vllm_plugin.turn.matching import match
-from vllm_plugin.turn.request import read_turn
-from vllm_plugin.turn.transcript import Transcript
+from vllm_plugin.turn.answer.chat import AnswerResult
+from vllm_plugin.turn.prompt.composition import answer_segment, compose_first, compose_turn
+from vllm_plugin.turn.prompt.matching import match
+from vllm_plugin.turn.prompt.request import read_turn
+from vllm_plugin.turn.prompt.transcript import Transcript
 
 _END = 511
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contextcache.errors import EngineFailed
-from vllm_plugin.turn.answer import JsonAnswer, SseAnswer
-from vllm_plugin.turn.request import CHAT_PATH, COMPLETIONS_PATH, read_turn
+from vllm_plugin.turn.answer.chat import JsonAnswer, SseAnswer
+from vllm_plugin.turn.prompt.request import CHAT_PATH, COMPLETIONS_PATH, read_turn
 
 
 def request(path=COMPLETIONS_PATH, **body):

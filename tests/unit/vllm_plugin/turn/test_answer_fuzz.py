@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from contextcache.errors import EngineFailed, NoReadyEndpoint
-from vllm_plugin.turn.answer import JsonAnswer, SseAnswer
-from vllm_plugin.turn.event_stream import EVENT_BYTES_MAX, EventSplitter
-from vllm_plugin.turn.request import CHAT_PATH, COMPLETIONS_PATH, read_turn
+from vllm_plugin.turn.answer.chat import JsonAnswer, SseAnswer
+from vllm_plugin.turn.answer.events import EVENT_BYTES_MAX, EventSplitter
+from vllm_plugin.turn.prompt.request import CHAT_PATH, COMPLETIONS_PATH, read_turn
 
 TYPED = (EngineFailed, NoReadyEndpoint)
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2}

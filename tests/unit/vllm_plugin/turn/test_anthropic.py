@@ -12,7 +12,7 @@ from contextcache.errors import ContextCacheError, error_body
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
 from tests.kit.turn_bench import Pod
 from tests.kit.vllm_words import anthropic_state
-from vllm_plugin.turn.anthropic import Anthropic
+from vllm_plugin.turn.answer.anthropic import Anthropic
 
 PATH = "/v1/messages"
 STATE = anthropic_state()

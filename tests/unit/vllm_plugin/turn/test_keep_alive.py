@@ -13,7 +13,7 @@ from contextcache.errors import ContextNotFound
 from tests.kit.fake_vllm import FakeVllm, _json
 from tests.kit.turn_bench import Pod
 from tests.kit.vllm_words import anthropic_state, responses_state
-from vllm_plugin.turn.keep_alive import KeepAlive
+from vllm_plugin.turn.answer.keep_alive import KeepAlive
 
 pytestmark = pytest.mark.looptime
 

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contextcache.model import ContextMode, Segment, SegmentKind
-from vllm_plugin.turn.history import Divergence, Why
-from vllm_plugin.turn.matching import Outcome, begins_with_end_of, match
-from vllm_plugin.turn.request import Prompt, messages_json
-from vllm_plugin.turn.transcript import Transcript, common_prefix
+from vllm_plugin.turn.prompt.history import Divergence, Why
+from vllm_plugin.turn.prompt.matching import Outcome, begins_with_end_of, match
+from vllm_plugin.turn.prompt.request import ClientPrompt, messages_json
+from vllm_plugin.turn.prompt.transcript import Transcript, common_prefix
 
 
 def text_transcript(*texts: str) -> Transcript:
@@ -35,7 +35,7 @@ def chat_transcript(*messages: dict) -> Transcript:
 
 
 def auto(transcript, **prompt):
-    return match(transcript, Prompt(**prompt), mode=ContextMode.AUTO)
+    return match(transcript, ClientPrompt(**prompt), mode=ContextMode.AUTO)
 
 
 SYSTEM = {"role": "system", "content": "You know geography."}
@@ -93,13 +93,13 @@ def test_a_prompt_that_shares_exactly_the_threshold_is_a_replay(given):
 
 
 def test_context_mode_append_overrides_a_prompt_that_repeats_the_context():
-    found = match(text_transcript("echo", "echo"), Prompt(text="echo"), mode=ContextMode.APPEND)
+    found = match(text_transcript("echo", "echo"), ClientPrompt(text="echo"), mode=ContextMode.APPEND)
 
     assert (found.outcome, found.keep_segments) == (Outcome.APPEND, 2)
 
 
 def test_context_mode_replay_overrides_a_prompt_that_shares_nothing():
-    found = match(text_transcript("one", "two"), Prompt(text="three"), mode=ContextMode.REPLAY)
+    found = match(text_transcript("one", "two"), ClientPrompt(text="three"), mode=ContextMode.REPLAY)
 
     assert (found.outcome, found.keep_segments) == (Outcome.DIVERGE, 0)
 
@@ -162,7 +162,7 @@ def test_text_on_a_chat_context_is_appended():
 def test_what_stays_of_the_context_is_what_a_replay_begins_with(texts, prompt):
     transcript = text_transcript(*texts)
 
-    found = match(transcript, Prompt(text=prompt), mode=ContextMode.REPLAY)
+    found = match(transcript, ClientPrompt(text=prompt), mode=ContextMode.REPLAY)
 
     assert prompt.startswith(transcript.head(found.keep_segments).text)
     assert (found.outcome is Outcome.DIVERGE) == (found.diverged is not None)

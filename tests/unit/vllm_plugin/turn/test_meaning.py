@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contextcache.errors import HistoryAmbiguous
-from vllm_plugin.turn.history import check_append, divergence, is_resend
-from vllm_plugin.turn.meaning import meanings, rendering
+from vllm_plugin.turn.prompt.history import check_append, divergence, is_resend
+from vllm_plugin.turn.prompt.meaning import meanings, rendering
 
 ODD = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=3),

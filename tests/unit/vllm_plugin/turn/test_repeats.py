@@ -9,8 +9,8 @@ from contextcache.errors import ContextQuotaExceeded, LeaseLost, StoreUnavailabl
 from contextcache.model import KeptAnswer, Repeatable, SessionState
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import Pod
-from vllm_plugin.turn import repeats
-from vllm_plugin.turn.repeats import Recording, give_again
+from vllm_plugin.turn.answer import repeats
+from vllm_plugin.turn.answer.repeats import Recording, give_again
 
 
 @pytest.fixture

@@ -3,7 +3,14 @@
 import pytest
 
 from contextcache.errors import InvalidRequest, TtlOutOfRange
-from vllm_plugin.turn.request import CHAT_PATH, COMPLETIONS_PATH, CONTEXT_PATH, Prompt, read_new_session, read_turn
+from vllm_plugin.turn.prompt.request import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    CONTEXT_PATH,
+    ClientPrompt,
+    read_new_session,
+    read_turn,
+)
 
 
 def read(path=COMPLETIONS_PATH, headers=None, **body):
@@ -32,8 +39,8 @@ def test_our_fields_and_forbidden_ones_never_reach_the_engine():
 
 
 def test_a_list_with_one_prompt_is_that_prompt():
-    assert read(prompt=["hi"]).prompt == Prompt(text="hi")
-    assert read(prompt=[[1, 2]]).prompt == Prompt(token_ids=(1, 2))
+    assert read(prompt=["hi"]).prompt == ClientPrompt(text="hi")
+    assert read(prompt=[[1, 2]]).prompt == ClientPrompt(token_ids=(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +134,7 @@ def test_a_ttl_that_is_no_whole_number_is_refused(ttl):
 
 def test_a_whole_number_may_be_written_with_a_point():
     assert read_new_session({"ttl": 60.0}, tenant="t", model="m").ttl_s == 60
-    assert read(prompt=[1, 2.0]).prompt == Prompt(token_ids=(1, 2))
+    assert read(prompt=[1, 2.0]).prompt == ClientPrompt(token_ids=(1, 2))
 
 
 @pytest.mark.parametrize("prompt", [[1, 2.5], [1, True], [1, None], [-1.0], [float(2**32)]])

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from contextcache.errors import HistoryAmbiguous
 from contextcache.model import ContextMode, Segment, SegmentKind
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
-from vllm_plugin.turn.composition import compose_first, compose_turn
-from vllm_plugin.turn.history import Sent, find_new
-from vllm_plugin.turn.matching import match
-from vllm_plugin.turn.meaning import meanings
-from vllm_plugin.turn.request import CHAT_PATH, messages_json, read_turn
-from vllm_plugin.turn.transcript import Transcript
+from vllm_plugin.turn.prompt.composition import compose_first, compose_turn
+from vllm_plugin.turn.prompt.history import Sent, find_new
+from vllm_plugin.turn.prompt.matching import match
+from vllm_plugin.turn.prompt.meaning import meanings
+from vllm_plugin.turn.prompt.request import CHAT_PATH, messages_json, read_turn
+from vllm_plugin.turn.prompt.transcript import Transcript
 
 Messages = list[dict[str, Any]]
 SMALL_TALK = ("continue", "yes", "ok", "thanks, go on", "why?")

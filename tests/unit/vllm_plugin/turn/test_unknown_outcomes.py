@@ -198,7 +198,7 @@ async def test_an_engine_that_cannot_say_which_tokens_an_answer_has_costs_the_co
 
 def test_the_list_of_crash_points_is_what_the_code_passes():
     root = Path(__file__).parents[4] / "vllm_plugin" / "turn"
-    named = set(re.findall(r"crash_point\((\w+)\)", "".join(path.read_text() for path in root.glob("*.py"))))
+    named = set(re.findall(r"crash_point\((\w+)\)", "".join(path.read_text() for path in root.rglob("*.py"))))
     from vllm_plugin.turn import crash_points
 
     assert {getattr(crash_points, name) for name in named} == set(POINTS)

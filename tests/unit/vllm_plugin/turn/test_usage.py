@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contextcache.model import LoadedKV
-from vllm_plugin.turn.usage import CommitOutcome, TurnUsage, usage_object
+from vllm_plugin.turn.answer.receipt import CommitOutcome, TurnUsage, usage_object
 
 COMMITTED = CommitOutcome(committed=True, generation=2, expires_at_ms=1000)
 

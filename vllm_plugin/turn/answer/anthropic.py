@@ -1,7 +1,7 @@
 """Turns on `/v1/messages`: the chat's turns, told in Anthropic's words.
 
-What those words mean is vLLM's to say: the request becomes a chat request, and the chat's answer a message, by its own
-converters, as they do for the same request without a context. They are asked of the application behind us
+vLLM's own converters make a chat request of the request, and a message of the chat's answer, as they do for the same
+request without a context. They are asked of the application behind us
 (`state.anthropic_serving_messages`; vLLM 0.32 entrypoints/anthropic/serving.py), nothing of vLLM's is imported. An
 engine that has none of them carries no contexts here.
 """
@@ -21,11 +21,11 @@ from typing_extensions import override
 from contextcache.errors import EngineFailed, InvalidRequest, error_object
 from contextcache.fields import OUR_FIELDS
 from contextcache.model import UsageFormat
-from vllm_plugin.turn.answer import JsonAnswer, SseAnswer
+from vllm_plugin.turn.answer.chat import JsonAnswer, SseAnswer
+from vllm_plugin.turn.answer.events import Event, EventSplitter
 from vllm_plugin.turn.engine import Scope
-from vllm_plugin.turn.event_stream import Event, EventSplitter
+from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_turn
 from vllm_plugin.turn.refusals import by_vllm, engine_error
-from vllm_plugin.turn.request import CHAT_PATH, TurnRequest, read_turn
 from vllm_plugin.turn.turn import Turn
 
 _CONVERTERS = ("to_chat_completion_request", "messages_full_converter", "message_stream_converter")
@@ -33,7 +33,7 @@ _MERGE = "_merge_inline_system"
 _EFFORT = "_get_disabled_thinking_effort"
 """How this engine's template takes system messages, and thinking (vLLM 0.31 and newer): the converters must be told."""
 _PARTS_MAX = 1 << 16
-"""Messages, tools and parts of them: pydantic takes seconds for a million, while nobody else is served."""
+"""Messages, tools and parts of them: pydantic takes seconds for a million, and no other request is served meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Anthropic:
     serving: Any
     """An AnthropicServingMessages."""
     told: Mapping[str, Any]
-    """What the converter of requests takes beside them."""
+    """Further arguments of the converter of requests."""
 
     @classmethod
     async def of(cls, scope: Scope) -> Anthropic:
@@ -59,8 +59,8 @@ class Anthropic:
         return cls(serving, told)
 
     def turn(self, body: dict[str, Any], headers: Mapping[str, str], *_: Any) -> TurnRequest:
-        """Check a turn, a chat's from here on. Raises InvalidRequest, with vLLM's words for what is vLLM's."""
-        # Anthropic's usage tells what was read and what was computed: the whole prompt is needed.
+        """Check a turn, a chat's from here on. Raises InvalidRequest, with vLLM's words for vLLM's own fields."""
+        # Anthropic's usage has read and computed tokens, which are the whole prompt.
         return replace(read_turn(CHAT_PATH, self._chat(body), headers), usage=UsageFormat.OPENAI)
 
     def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -78,12 +78,12 @@ class Anthropic:
         return CHAT_PATH, body
 
     def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:
-        """Return what reads the chat's answer and tells it."""
+        """Return a reader of the chat's answer that writes Anthropic's."""
         request = turn.request
-        return _Stream(request, self.serving) if request.stream else _Message(request, self.serving)
+        return _MessageStream(request, self.serving) if request.stream else _WholeMessage(request, self.serving)
 
 
-class _Message(JsonAnswer):
+class _WholeMessage(JsonAnswer):
     """A whole answer."""
 
     def __init__(self, request: TurnRequest, serving: Any) -> None:
@@ -107,7 +107,7 @@ class _Message(JsonAnswer):
         return json.dumps({**self._message, **session, "usage": _usage(usage, self._answer["usage"])}).encode()
 
 
-class _Stream(SseAnswer):
+class _MessageStream(SseAnswer):
     """An answer as Anthropic's events. The last two, `message_delta` with the usage and `message_stop`, wait."""
 
     tells_done: ClassVar[bool] = False
@@ -152,7 +152,7 @@ class _Stream(SseAnswer):
             self._step.throw(GeneratorExit)
 
     def _told(self, *events: bytes) -> bytes:
-        """Return what the converter makes of whole events. It waits for nothing but them, so it is run by hand."""
+        """Return the converter's output for whole events. It waits for nothing but them, so it is run by hand."""
         self._fed.events.extend(event.decode() for event in events)
         told: list[str] = []
         while True:

@@ -2,8 +2,8 @@
 
 T is the transcript, X the request's prompt (design section 4, seed 000). Messages are read by their signs of history
 (`history.py`). Text and token ids are a resend when they start with T or with T's first prompt, when they share at
-least four fifths of T from its start, or when they begin with a long end of T (a window). Only what stays of T is told
-here; what the engine gets is composition's.
+least four fifths of T from its start, or when they begin with a long end of T (a window). This module says
+which part of T stays. Composition makes the engine's prompt.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 from contextcache.errors import InvalidRequest
 from contextcache.model import ContextMode, SegmentKind
-from vllm_plugin.turn.history import Divergence, Sent, Why, check_append, divergence, find_new
-from vllm_plugin.turn.meaning import meanings, rendering
-from vllm_plugin.turn.request import Prompt
-from vllm_plugin.turn.transcript import Transcript, common_prefix, whole_segments
+from vllm_plugin.turn.prompt.history import Divergence, Sent, Why, check_append, divergence, find_new
+from vllm_plugin.turn.prompt.meaning import meanings, rendering
+from vllm_plugin.turn.prompt.request import ClientPrompt
+from vllm_plugin.turn.prompt.transcript import Transcript, common_prefix, whole_segments
 
 _REPLAY_SHARE = 0.8
 """Share of the transcript that a prompt must repeat from its start to count as a replay."""
@@ -26,7 +26,7 @@ _WINDOW_CHARACTERS_MIN = 64
 _WINDOW_TOKENS_MIN = 16
 """An end of T that is shorter, or shorter than its last answer, may be a quote."""
 _WINDOW_TRIES_MAX = 16
-"""Places where T's end may stand in a prompt that somebody made of nothing else."""
+"""Places where T's end may stand in a prompt that consists of it."""
 
 
 class Outcome(Enum):
@@ -44,19 +44,21 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
-    """How much of T stays before what is new."""
+class PromptMatch:
+    """Part of T that stays before the new part."""
 
     outcome: Outcome
     keep_segments: int
-    """Leading segments of T that say what X begins with; all of them for an append."""
+    """Leading segments of T with which X begins; all of them for an append."""
     diverged: Divergence | None = None
     """Where and why a resend leaves T; set for DIVERGE."""
     new: tuple[int, ...] | None = None
     """Positions of the messages of X that an append adds; None: all of X."""
 
 
-def match(transcript: Transcript, prompt: Prompt, *, mode: ContextMode, has_stored_ids: bool = False) -> Match:
+def match(
+    transcript: Transcript, prompt: ClientPrompt, *, mode: ContextMode, has_stored_ids: bool = False
+) -> PromptMatch:
     """Compare a prompt with a transcript of at least one segment.
 
     `has_stored_ids`: at least one message of X has the id of an item that T delivered.
@@ -72,16 +74,16 @@ def match(transcript: Transcript, prompt: Prompt, *, mode: ContextMode, has_stor
         lengths = [len(segment.token_ids) for segment in transcript.segments]
         found = _match_plain(_Plain(prompt.token_ids, transcript.token_ids, lengths), transcript, mode)
     elif transcript.has_chat:
-        found = Match(Outcome.DIVERGE, 0, Divergence(None, Why.OTHER)) if mode is ContextMode.REPLAY else None
+        found = PromptMatch(Outcome.DIVERGE, 0, Divergence(None, Why.OTHER)) if mode is ContextMode.REPLAY else None
     else:
         lengths = [len(segment.text) for segment in transcript.segments]
         found = _match_plain(_Plain(prompt.text or "", transcript.text, lengths), transcript, mode)
-    return found or Match(Outcome.APPEND, len(transcript.segments))
+    return found or PromptMatch(Outcome.APPEND, len(transcript.segments))
 
 
 def _match_messages(
     transcript: Transcript, messages: Sequence[dict[str, Any]], mode: ContextMode, *, has_stored_ids: bool
-) -> Match | None:
+) -> PromptMatch | None:
     sent = meanings(messages)
     if mode is ContextMode.APPEND:
         check_append(sent)
@@ -90,7 +92,7 @@ def _match_messages(
     if mode is ContextMode.AUTO:
         new = find_new(stored, Sent(sent, has_stored_ids=has_stored_ids), is_chat=transcript.is_chat)
         if new is not None:
-            return Match(Outcome.APPEND, len(transcript.segments), new=new)
+            return PromptMatch(Outcome.APPEND, len(transcript.segments), new=new)
     kept = position = 0
     for segment, said in zip(transcript.segments, transcript.messages_by_segment, strict=True):
         end = position + len(said)
@@ -101,11 +103,11 @@ def _match_messages(
         if segment.kind is SegmentKind.PROMPT:
             num_alike = _count_shown_alike(said, messages[position:end])
         if num_alike < len(said):
-            return Match(Outcome.DIVERGE, kept, Divergence(position + num_alike, Why.RESPELLED))
+            return PromptMatch(Outcome.DIVERGE, kept, Divergence(position + num_alike, Why.RESPELLED))
         kept, position = kept + 1, end
     if kept < len(transcript.segments):
-        return Match(Outcome.DIVERGE, kept, divergence(stored, sent))
-    return Match(Outcome.EXACT if position == len(sent) else Outcome.EXTEND, kept)
+        return PromptMatch(Outcome.DIVERGE, kept, divergence(stored, sent))
+    return PromptMatch(Outcome.EXACT if position == len(sent) else Outcome.EXTEND, kept)
 
 
 def _count_shown_alike(stored: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> int:
@@ -122,10 +124,10 @@ class _Plain:
     given: str | tuple[int, ...]
     stored: str | tuple[int, ...]
     lengths: list[int]
-    """Of T's segments."""
+    """Lengths of T's segments."""
 
 
-def _match_plain(plain: _Plain, transcript: Transcript, mode: ContextMode) -> Match | None:
+def _match_plain(plain: _Plain, transcript: Transcript, mode: ContextMode) -> PromptMatch | None:
     given, stored, lengths = plain.given, plain.stored, plain.lengths
     shared = common_prefix(given, stored)
     shows_beginning = 0 < lengths[0] <= shared or 0 < _REPLAY_SHARE * len(stored) <= shared
@@ -135,16 +137,16 @@ def _match_plain(plain: _Plain, transcript: Transcript, mode: ContextMode) -> Ma
     extends = shared == len(stored) < len(given)
     kept = whole_segments(lengths, shared)
     while kept and not lengths[kept - 1] and not extends:
-        kept -= 1  # an answer without visible text: the prompt before it is what was sent again
+        kept -= 1  # an answer without visible text: the prompt before it was sent again
     if kept == len(lengths):
-        return Match(Outcome.EXTEND if extends else Outcome.EXACT, kept)
+        return PromptMatch(Outcome.EXTEND if extends else Outcome.EXACT, kept)
     if shared == len(given):
         why = Why.REGENERATED
     elif is_window:
         why = Why.WINDOW
     else:
         why = Why.EDITED if shows_beginning else Why.OTHER
-    return Match(Outcome.DIVERGE, kept, Divergence(None, why))
+    return PromptMatch(Outcome.DIVERGE, kept, Divergence(None, why))
 
 
 def _is_window(plain: _Plain, transcript: Transcript) -> bool:

@@ -1,4 +1,4 @@
-"""What a turn cost and what it reused: the usage object and the receipt headers. Pure.
+"""Cost and reuse of a turn: the usage object and the receipt headers. Pure.
 
 Invariant: cached + computed = context + new. At least one token is always computed: vLLM counts a full hit as all
 tokens cached although it recomputes the last, so cached = min(cached, prompt - 1).
@@ -11,7 +11,7 @@ from typing import Any
 
 from contextcache.identity import COMPUTED_SOON, SOON_MS
 from contextcache.model import LoadedKV
-from vllm_plugin.turn.history import Divergence
+from vllm_plugin.turn.prompt.history import Divergence
 
 TIER_SOURCES = {"host", "disk", "peer", "object"}
 
@@ -25,7 +25,7 @@ class TurnUsage:
     context_tokens: int
     """Leading prompt tokens that were already in the transcript."""
     engine_cached_tokens: int
-    """As the engine counts them: its own prefix cache plus what the connector injected."""
+    """As the engine counts them: its own prefix cache plus the tokens that the connector injected."""
     completion_tokens: int
     loaded: LoadedKV | None
     no_kv: str = ""
@@ -35,7 +35,7 @@ class TurnUsage:
     diverged: Divergence | None = None
     """Where a resend left the transcript; its token is the first that is not the context's."""
     truncated_tokens: int = 0
-    """Of the context that were cut, so that it fits."""
+    """Tokens of the context that were cut, so that it fits."""
 
     @property
     def cached_tokens(self) -> int:
@@ -54,7 +54,7 @@ class TurnUsage:
 
     @property
     def saved_ms(self) -> int | None:
-        """What computing the cached tokens would have taken, less what bringing them back took; None: not known."""
+        """Time to compute the cached tokens, less the time to bring them back; None: unknown."""
         if self.loaded is None or not self.loaded.compute_us_per_token:
             return None
         brought_ms = self.loaded.restore_ms or 0.0

@@ -1,8 +1,8 @@
-"""Are chat messages a conversation again, or only what is new in it? Read from the signs of history in them. Pure.
+"""Are chat messages a conversation again, or only its new messages? Read from the signs of history in them. Pure.
 
-T is what the context holds, X what the request brings. Clients resend, and change what they resend: they trim, compact,
+T is the context, X the request. Clients resend a changed conversation: they trim, compact,
 insert, edit. A resend taken for new messages would double the conversation, so any sign of history makes X a resend,
-and what could be either is refused (docs/adr/0026). `is_resend` is the rule, line by line.
+and messages that could be either are refused (docs/adr/0026). `is_resend` is the rule, line by line.
 
 A client that names the answer it goes on from (`previous_response_id`, `conversation`) says that X follows T. Then X
 is T again only if it begins as T does, or holds all of T. T's last messages at the beginning of X, and T's open tool
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from contextcache.errors import HistoryAmbiguous
-from vllm_plugin.turn.meaning import ASSISTANT, SYSTEM, Meaning
-from vllm_plugin.turn.transcript import common_prefix
+from vllm_plugin.turn.prompt.meaning import ASSISTANT, SYSTEM, Meaning
+from vllm_plugin.turn.prompt.transcript import common_prefix
 
 _REPEATS_TRIED_MAX = 16
 """Places where the context's first or last message may stand among those sent. Bounds the work."""
@@ -25,17 +25,17 @@ _WHAT_TO_SET = 'context_mode "replay" if the messages are the whole conversation
 
 
 class Why(Enum):
-    """How a resend came to differ from what is stored."""
+    """Reason why a resend differs from the transcript."""
 
     REGENERATED = "regenerated"
-    """It ends where what is stored goes on."""
+    """It ends where the transcript goes on."""
     HEAD_CHANGED = "head_changed"
     """Another system prompt."""
     INSERTED = "inserted"
     TRIMMED = "trimmed"
     """Something is left out after the beginning."""
     WINDOW = "window"
-    """It begins in the middle of what is stored."""
+    """It begins in the middle of the transcript."""
     EDITED = "edited"
     COMPACTED = "compacted"
     """Shorter, in other words."""
@@ -46,7 +46,7 @@ class Why(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a resend leaves what is stored, and why."""
+    """Place where a resend leaves the transcript, and the reason."""
 
     message: int | None
     """Position in the messages sent; None for text and token ids."""
@@ -162,7 +162,7 @@ def _find_results(stored: _Stored, sent: Sequence[Meaning]) -> tuple[int, ...]:
 
 
 def is_resend(stored: Sequence[Meaning], sent: Sequence[Meaning], *, is_chat: bool) -> bool:
-    """Return whether `sent` is the conversation again; False: only what is new. Raises HistoryAmbiguous.
+    """Return whether `sent` is the conversation again; False: only new messages. Raises HistoryAmbiguous.
 
     `is_chat`: the stored messages are all that the context holds. The first line that fits wins.
     """
@@ -227,7 +227,7 @@ def _calls(stored: Sequence[Meaning]) -> dict[str, bool]:
 
 
 def _answers_again(calls: dict[str, bool], sent: Sequence[Meaning]) -> bool:
-    """Return whether a result was given before. Raises HistoryAmbiguous for a result nobody asked for."""
+    """Return whether a result was given before. Raises HistoryAmbiguous for a result without a call."""
     results = {message.answers for message in sent if message.role == "tool"}
     if any(calls.get(result) is False for result in results):
         return True

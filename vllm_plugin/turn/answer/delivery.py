@@ -1,7 +1,7 @@
 """Between the engine's `send` and the client's: edit the answer, settle the turn before its last byte.
 
-ASGI messages in, ASGI messages out; what a turn means is the story's. An answer other than 200 is the engine's own
-error: `check_complete` raises it, with its words.
+ASGI messages in, ASGI messages out; the story decides the meaning of a turn. An answer other than 200 is the engine's
+own error: `check_complete` raises it, with its words.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, TypeAlias
 
 from contextcache.errors import ContextCacheError, EngineFailed
 from contextcache.process.crash_points import crash_point
-from vllm_plugin.turn.answer import AnswerResult, JsonAnswer, SseAnswer
+from vllm_plugin.turn.answer.chat import AnswerResult, JsonAnswer, SseAnswer
+from vllm_plugin.turn.answer.repeats import Recording
 from vllm_plugin.turn.crash_points import COMMITTED, MID_STREAM
 from vllm_plugin.turn.engine import Message, Send
 from vllm_plugin.turn.refusals import engine_error
-from vllm_plugin.turn.repeats import Recording
-from vllm_plugin.turn.waiting import Patience
+from vllm_plugin.turn.waiting import TurnPatience
 
 _REFUSAL_BYTES_MAX = 1 << 20
-"""Of an error's body; what is longer holds no message."""
+"""Limit of an error's body; a longer one holds no message."""
 _REPLACED_HEADERS = frozenset({b"content-length", b"server-timing"})
 
 
@@ -45,7 +45,7 @@ class Delivery:
     answer: JsonAnswer | SseAnswer
     """Reads the engine's answer and makes the client's."""
     send: Send
-    patience: Patience
+    patience: TurnPatience
     receipt: Callable[[], Awaitable[list[tuple[str, str]]]]
     """Returns a stream's headers, at its first token."""
     settle: Callable[[AnswerResult, Render], Awaitable[Closing]]
@@ -74,7 +74,7 @@ class Delivery:
         except ContextCacheError as exc:
             self._failure = exc
             if message.get("more_body"):
-                # Nobody reads what follows: the engine need not compute it, nor the client and the session wait for it.
+                # The rest is not read: the engine need not compute it, nor the client and the session wait for it.
                 self.patience.lose("engine")
 
     async def _take(self, message: Message) -> None:
@@ -163,9 +163,9 @@ class Delivery:
         self.answer.close()
 
     def check_complete(self, *, lost_with: str) -> None:
-        """Raise what went wrong, or EngineFailed when the engine ended without having answered to the end.
+        """Raise the failure, or EngineFailed when the engine ended before its answer did.
 
-        `lost_with`: with whom patience was lost; empty: with nobody.
+        `lost_with`: the side that reached its time limit; empty: none.
         """
         if self._failure is not None:
             raise self._failure

@@ -1,8 +1,8 @@
 """Turns on `/v1/responses`: composed as the chat's turns, answered by vLLM's own route for responses.
 
-What a request's items are as chat messages is vLLM's to say, by the functions that render the same request without a
-context. The engine then gets the items as they came, with our prompt's ids in the place of rendering them, and tells
-which ids it sampled beside what they say (vLLM 0.32 entrypoints/openai/responses/protocol.py:
+vLLM's own functions make chat messages of a request's items, as for the same request without a context. The engine
+then gets the items as they came, and our prompt's ids instead of rendering them. It returns the sampled ids beside
+their text (vLLM 0.32 entrypoints/openai/responses/protocol.py:
 `kv_transfer_params.prompt_token_ids`, `enable_response_messages`). The functions are asked of the application behind us
 (`state.openai_serving_responses`), nothing of vLLM's is imported. An engine that has none of them carries no contexts.
 
@@ -25,20 +25,20 @@ from contextcache.errors import EngineFailed, InvalidRequest
 from contextcache.fields import OUR_FIELDS
 from contextcache.model import ContextMode, SessionId, UsageFormat
 from contextcache.responses import RESPONSE_FIELDS, continued_by, response_id
-from vllm_plugin.turn.answer import UNREADABLE, AnswerResult, JsonAnswer, SseAnswer
+from vllm_plugin.turn.answer.chat import UNREADABLE, AnswerResult, JsonAnswer, SseAnswer
+from vllm_plugin.turn.answer.events import Event
 from vllm_plugin.turn.engine import Scope
-from vllm_plugin.turn.event_stream import Event
-from vllm_plugin.turn.history import Sent, find_new
-from vllm_plugin.turn.meaning import meanings
-from vllm_plugin.turn.refusals import by_vllm
-from vllm_plugin.turn.request import (
+from vllm_plugin.turn.prompt.history import Sent, find_new
+from vllm_plugin.turn.prompt.meaning import meanings
+from vllm_plugin.turn.prompt.request import (
     CHAT_PATH,
     NEVER_FROM_CLIENTS,
-    Prompt,
+    ClientPrompt,
     TurnRequest,
     read_turn,
     with_new_messages,
 )
+from vllm_plugin.turn.refusals import by_vllm
 from vllm_plugin.turn.turn import Turn
 
 _RENDERING = ("construct_input_messages", "construct_tool_dicts")
@@ -101,7 +101,7 @@ class Responses:
     ) -> TurnRequest:
         """Check a turn, `raw` as it came, of the context it was routed for.
 
-        Raises InvalidRequest, with vLLM's words for what is vLLM's.
+        Raises InvalidRequest, with vLLM's words for vLLM's own fields.
         """
         header = headers.get(SESSION_HEADER)
         label = named if named is not None and named == label_of(header) else None
@@ -132,7 +132,7 @@ class Responses:
         return replace(
             turn,
             engine_fields=fields,
-            # Its usage tells the whole prompt, and what of it was read.
+            # Its usage counts the whole prompt, and the tokens that were read.
             usage=UsageFormat.OPENAI,
             context_mode=turn.context_mode or (ContextMode.AUTO if _continues(body) else None),
             commit=asked.commits and turn.commit,
@@ -150,9 +150,9 @@ class Responses:
         return RESPONSES_PATH, {**fields, "store": False, _MADE: True}
 
     def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:
-        """Return what reads the engine's response and tells it."""
+        """Return a reader of the engine's response that writes the client's."""
         told = _Told(turn, self.ends)
-        return _Stream(turn.request, told) if turn.request.stream else _Whole(turn.request, told)
+        return _ResponseStream(turn.request, told) if turn.request.stream else _WholeResponse(turn.request, told)
 
     def _parsed(self, given: dict[str, Any]) -> tuple[Any, Any]:
         """Return the request without its input, and its input.
@@ -202,7 +202,7 @@ class _Told:
     ends: frozenset[int]
 
     def read(self, response: dict[str, Any], result: AnswerResult) -> None:
-        """Take what the transcript needs from a response that has come to its end. Raises EngineFailed."""
+        """Read the transcript's part of a response that has ended. Raises EngineFailed."""
         result.token_ids = [token for message in response["output_messages"] for token in message["tokens"]]
         result.finish_reason = _ENDS.get(response["status"])
         for item in response["output"]:
@@ -217,7 +217,7 @@ class _Told:
             }
         )
         ends = self.ends.union(self.turn.request.engine_fields.get("stop_token_ids") or ())
-        # vLLM says of an answer that it gave up what it says of a whole one.
+        # vLLM gives an aborted answer the status of a whole one.
         is_whole = result.finish_reason == "length" or (result.token_ids[-1:] and result.token_ids[-1] in ends)
         if not result.finish_reason or not is_whole:
             result.finish_reason = "abort"
@@ -242,7 +242,7 @@ class _Told:
         return {**self.told(response), **session, "usage": counted}
 
 
-class _Whole(JsonAnswer):
+class _WholeResponse(JsonAnswer):
     """A response in one body."""
 
     def __init__(self, request: TurnRequest, told: _Told) -> None:
@@ -261,14 +261,14 @@ class _Whole(JsonAnswer):
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
         told = self._told.closed(self._answer, usage, session)
         if not usage["context"]["committed"]:
-            told["id"] = self._answer["id"]  # nobody can go on from it
+            told["id"] = self._answer["id"]  # no request can continue it
         return json.dumps(told).encode()
 
 
-class _Stream(SseAnswer):
+class _ResponseStream(SseAnswer):
     """A response as events. The last one, with the whole response, waits for the commit.
 
-    What vLLM tells before it asks the engine waits for what comes after: the receipt is known by then.
+    Events that vLLM sends before it asks the engine wait for the next event: the receipt is known by then.
     """
 
     tells_done: ClassVar[bool] = False
@@ -321,7 +321,7 @@ class _Stream(SseAnswer):
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with what a template is given of it, its parts of text under one name."""
+    """Return a message with a template's fields only, its parts of text under one name."""
     kept = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
     content = kept.get("content")
     if content is not None and not isinstance(content, str):
@@ -387,8 +387,8 @@ def under_instructions(
     """Return a request whose prompt has its instructions in the place of those that the history begins with.
 
     `history`: the messages of the transcript; none of a context that is being created. Instructions are no part of the
-    input: whether that is the conversation again is read without them. What the input repeats of the history is left
-    out. Raises HistoryAmbiguous.
+    input: a resend is recognised without them. Messages of the history that the input repeats are left out.
+    Raises HistoryAmbiguous.
     """
     said, new = request.instructions, request.prompt.messages
     if said is None or new is None:
@@ -396,7 +396,7 @@ def under_instructions(
     system = ({"role": "system", "content": said},) if said else ()
     if not history:
         mode = ContextMode.APPEND if request.follows else mode
-        return replace(request, prompt=Prompt(messages=(*system, *new)), context_mode=mode)
+        return replace(request, prompt=ClientPrompt(messages=(*system, *new)), context_mode=mode)
     rest = tuple(map(dict, history[1 if history[0]["role"] == "system" else 0 :]))
     added: Sequence[int] | None = None if mode is ContextMode.REPLAY else range(len(new))
     if mode is ContextMode.AUTO:

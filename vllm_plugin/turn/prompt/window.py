@@ -13,7 +13,7 @@ from typing import Any
 
 from contextcache.errors import ContextCacheError, ContextLengthExceeded
 from vllm_plugin.turn.engine import Engine
-from vllm_plugin.turn.request import CHAT_PATH, Prompt, TurnRequest
+from vllm_plugin.turn.prompt.request import CHAT_PATH, ClientPrompt, TurnRequest
 
 SHORT_TOKENS = 1024
 """Longer lists of ids are compared with the window first."""
@@ -27,7 +27,7 @@ CUT_TOKENS = 64
 _SHOWN_ROLES = frozenset({"system", "user"})
 
 
-async def refuse_too_long(engine: Engine, request: TurnRequest, prompt: Prompt) -> None:
+async def refuse_too_long(engine: Engine, request: TurnRequest, prompt: ClientPrompt) -> None:
     """Refuse a prompt of which a part alone has more tokens than the window. Raises ContextLengthExceeded."""
     if prompt.token_ids is not None:
         if len(prompt.token_ids) > SHORT_TOKENS:

@@ -1,6 +1,6 @@
-"""What a chat message says, however a client writes it. Pure.
+"""The meaning of a chat message, however a client writes it. Pure.
 
-What counts is what vLLM gives to a chat template (vLLM 0.32 renderers/chat_utils.py `_parse_chat_message_content`).
+Only the input of a chat template counts (vLLM 0.32 renderers/chat_utils.py `_parse_chat_message_content`).
 SDKs write the same thing in many ways: text as parts or as a string, arguments of tool calls as new JSON, answers
 without their outer white space; they add nulls, `index`, `cache_control`, `reasoning`, `refusal`, `annotations`. None
 of that makes another message.
@@ -19,7 +19,8 @@ SYSTEM = "system"
 ASSISTANT = "assistant"
 _UNREADABLE = (ValueError, RecursionError)
 _ARGUMENTS_CHARS_MAX = 256 << 10
-"""Of all tool calls among some messages: read as values, in 40 ms at worst. What lies behind is compared as written."""
+"""Characters of tool calls among some messages that are read as values, in 40 ms at worst. The rest is compared as
+text."""
 _EXACT_MAX = 2**53
 """JavaScript has no whole numbers beyond it."""
 
@@ -44,17 +45,17 @@ class Meaning(NamedTuple):
     answers: str
     """The call whose result this is; empty for other messages."""
     more: str
-    """What else a template may show of a message that is the client's own: its `name`, `task`, `tools`."""
+    """Further fields of a client's message that a template may show: its `name`, `task`, `tools`."""
 
 
 def meanings(messages: Sequence[Mapping[str, Any]]) -> tuple[Meaning, ...]:
-    """Return what messages say. Takes any shape: what the engine refuses is the engine's to refuse."""
+    """Return the meanings of messages. Takes any shape: the engine refuses its own faults."""
     arguments = _Arguments()
     return tuple(_meaning(message, arguments) for message in messages)
 
 
 def rendering(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what of a message vLLM gives to a chat template, each spelling that a template may show in its own way.
+    """Return a message as vLLM gives it to a chat template, with each spelling that a template may show.
 
     Messages that mean the same and differ here have other tokens: text in parts is joined by the template or with line
     ends, numbers and keys of arguments are shown as they stand, reasoning may be shown.
@@ -129,7 +130,7 @@ def _shown_call(call: Any) -> Any:
 
 
 def _number(written: str) -> float | int:
-    """Return 2.0 as 2, which is how JavaScript writes it. Raises ValueError for what JSON cannot write again."""
+    """Return 2.0 as 2, as JavaScript writes it. Raises ValueError for a number that JSON cannot write."""
     number = float(written)
     if not math.isfinite(number):
         raise ValueError("the number is too large")

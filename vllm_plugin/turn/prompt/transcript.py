@@ -1,8 +1,8 @@
 """A transcript as segments of text or messages with their token ids. Pure.
 
-Rule 1: the ids of the segments, put together, are exactly what the engine saw. Rule 2: stored text is never
-tokenised again; a new turn keeps whole segments and adds ids after them. Rule 3: what is made of the whole conversation
-is made once a turn, and only if somebody asks for it.
+Rule 1: the ids of the segments, put together, are exactly the ids that the engine saw. Rule 2: stored text is never
+tokenised again; a new turn keeps whole segments and adds ids after them. Rule 3: a value of the whole conversation
+is computed once a turn, at its first use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from contextcache.model import Segment, SegmentKind
-from vllm_plugin.turn.meaning import Meaning, meanings
+from vllm_plugin.turn.prompt.meaning import Meaning, meanings
 
 ITEM_IDS = "item_ids"
 """Key of a stored answer of `/v1/responses`: ids of its output items. No part of the message that a template gets."""
@@ -49,7 +49,7 @@ class Transcript:
 
     @cached_property
     def meanings(self) -> tuple[Meaning, ...]:
-        """What each of the messages says."""
+        """Meaning of each message."""
         return meanings(self.messages)
 
     @cached_property

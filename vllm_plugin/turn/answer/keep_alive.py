@@ -14,8 +14,9 @@ from contextlib import asynccontextmanager
 
 from contextcache.claim import RESPONSES_PATH
 from contextcache.errors import EngineFailed, InvalidRequest, error_object
+from vllm_plugin.turn.answer.events import UNBUFFERED, begins_stream
 from vllm_plugin.turn.engine import Message, Send
-from vllm_plugin.turn.request import MESSAGES_PATH
+from vllm_plugin.turn.prompt.request import MESSAGES_PATH
 
 HEADER = "x-keep-alive-comments"
 _SECONDS = frozenset(map(str, range(1, 61)))
@@ -24,7 +25,7 @@ _COMMENT = b": keep-alive\n\n"
 _HEAD: Message = {
     "type": "http.response.start",
     "status": 200,
-    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
+    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), *UNBUFFERED],
 }
 _COMMENT_DEADLINE_S = 1.0
 """Wait at the end of an answer for a comment on its way, which a client that reads nothing holds up."""
@@ -83,9 +84,7 @@ class KeepAlive:
 
     async def _start(self, message: Message) -> None:
         if not self._is_ours:
-            kinds = (value for name, value in message.get("headers", ()) if name.lower() == b"content-type")
-            is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
-            self._has_begun, self._is_stream = True, is_stream and message["status"] == 200
+            self._has_begun, self._is_stream = True, begins_stream(message) and message["status"] == 200
             await self._send(message)
         elif message["status"] != 200:
             self._failed = bytearray()

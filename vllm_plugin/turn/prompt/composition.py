@@ -1,6 +1,6 @@
 """From a matched prompt to the token ids the engine gets, and the segments the transcript grows by.
 
-Kept segments give their stored ids; only what is new is tokenised. A chat turn is spliced on at token level after the
+Kept segments give their stored ids; only new text is tokenised. A chat turn is spliced on at token level after the
 last kept answer: the template is rendered with short placeholders up to that answer's open end and again with the
 messages that follow, and the difference (the answer's closing tokens, the messages, the generation prompt) comes after
 the stored ids. Where a template does not allow that, the messages are rendered as a whole, and the segments whose
@@ -17,13 +17,13 @@ from typing import Any
 
 from contextcache.errors import InvalidRequest
 from contextcache.model import Segment, SegmentKind
-from vllm_plugin.turn.answer import AnswerResult
+from vllm_plugin.turn.answer.chat import AnswerResult
 from vllm_plugin.turn.engine import Engine
-from vllm_plugin.turn.history import Divergence, Why
-from vllm_plugin.turn.matching import Match, Outcome
-from vllm_plugin.turn.request import CHAT_PATH, Prompt, TurnRequest, messages_json
-from vllm_plugin.turn.transcript import ITEM_IDS, Transcript, common_prefix, whole_segments
-from vllm_plugin.turn.window import refuse_too_long
+from vllm_plugin.turn.prompt.history import Divergence, Why
+from vllm_plugin.turn.prompt.matching import Outcome, PromptMatch
+from vllm_plugin.turn.prompt.request import CHAT_PATH, ClientPrompt, TurnRequest, messages_json
+from vllm_plugin.turn.prompt.transcript import ITEM_IDS, Transcript, common_prefix, whole_segments
+from vllm_plugin.turn.prompt.window import refuse_too_long
 
 _PLACEHOLDER = "Yes."
 _OTHER_PLACEHOLDER = "No."
@@ -43,7 +43,7 @@ class ComposedPrompt:
     """Leading ids that are the transcript's."""
     keep_segments: int
     segments: tuple[Segment, ...]
-    """What the client's part adds after the kept segments: none or one."""
+    """Segments of the client's part after the kept ones: none or one."""
     outcome: Outcome = Outcome.APPEND
     diverged: Divergence | None = None
     truncated_tokens: int = 0
@@ -58,7 +58,9 @@ async def compose_first(engine: Engine, request: TurnRequest) -> ComposedPrompt:
     return ComposedPrompt(ids, request.prompt.messages or (), 0, 0, (segment,))
 
 
-async def compose_turn(engine: Engine, request: TurnRequest, transcript: Transcript, match: Match) -> ComposedPrompt:
+async def compose_turn(
+    engine: Engine, request: TurnRequest, transcript: Transcript, match: PromptMatch
+) -> ComposedPrompt:
     """Compose the prompt of a later turn. Raises ContextLengthExceeded for new text that cannot fit."""
     head = transcript.head(match.keep_segments)
     outcome, diverged = match.outcome, match.diverged
@@ -115,7 +117,7 @@ async def answer_segment(engine: Engine, request: TurnRequest, result: AnswerRes
     return Segment(SegmentKind.ANSWER, ids, text=result.text)
 
 
-async def _ids_of(engine: Engine, request: TurnRequest, prompt: Prompt, *, at_start: bool) -> tuple[int, ...]:
+async def _ids_of(engine: Engine, request: TurnRequest, prompt: ClientPrompt, *, at_start: bool) -> tuple[int, ...]:
     if prompt.messages is not None:
         ids = await engine.tokenize_chat(request.model, prompt.messages, request.template_fields)
         return ids if at_start else await _without_bos(engine, request.model, ids)
@@ -131,8 +133,8 @@ async def _without_bos(engine: Engine, model: str, ids: tuple[int, ...]) -> tupl
     return ids[1:] if begin and len(ids) > 1 and ids[0] == begin[0] else ids
 
 
-async def prompt_segment(engine: Engine, request: TurnRequest, prompt: Prompt, ids: tuple[int, ...]) -> Segment:
-    """Return what a client sent as a segment of these ids."""
+async def prompt_segment(engine: Engine, request: TurnRequest, prompt: ClientPrompt, ids: tuple[int, ...]) -> Segment:
+    """Return a client's prompt as a segment of these ids."""
     if prompt.messages is not None:
         return Segment(SegmentKind.PROMPT, ids, messages_json=messages_json(prompt.messages))
     text = prompt.text
@@ -142,18 +144,18 @@ async def prompt_segment(engine: Engine, request: TurnRequest, prompt: Prompt, i
     return Segment(SegmentKind.PROMPT, ids, text=text)
 
 
-def _after(head: Transcript, prompt: Prompt) -> Prompt | None:
-    """Return what of a text or of ids comes after the head it begins with; None for nothing."""
+def _after(head: Transcript, prompt: ClientPrompt) -> ClientPrompt | None:
+    """Return the part of a text or of ids after the head it begins with; None for nothing."""
     if prompt.token_ids is not None:
         rest = prompt.token_ids[len(head.token_ids) :]
-        return Prompt(token_ids=rest) if rest else None
+        return ClientPrompt(token_ids=rest) if rest else None
     text = (prompt.text or "")[len(head.text) :]
-    return Prompt(text=text) if text else None
+    return ClientPrompt(text=text) if text else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What the template puts around the words of a conversation now: other tools, another date make another."""
+    """Tokens that the template puts around a conversation's words now. Other tools or another date change them."""
 
     before: tuple[int, ...]
     """The first words."""
@@ -168,7 +170,7 @@ class _Frame:
 
 
 async def _frame(engine: Engine, request: TurnRequest, head: Transcript) -> _Frame | None:
-    """Return what the template puts around the messages of `head`; None when nothing can be said."""
+    """Return the template's tokens around the messages of `head`; None: unknown."""
     opening = list(takewhile(lambda message: message["role"] in HEAD_ROLES, head.messages))
     first = head.messages[len(opening) : len(opening) + 1]
     if not first:
@@ -184,7 +186,7 @@ async def _frame(engine: Engine, request: TurnRequest, head: Transcript) -> _Fra
         )
     except InvalidRequest:
         return None  # a template that refuses this refuses to be spliced, or the request
-    # The token next to the words may be one with what the words begin or end with.
+    # A token may span the words and the template next to them.
     num_before = max(0, common_prefix(one, other) - 1)
     num_after = max(0, common_prefix(one[::-1], other[::-1]) - 1)
     is_last = head.messages[-1]["role"] == first[0]["role"]
@@ -193,8 +195,8 @@ async def _frame(engine: Engine, request: TurnRequest, head: Transcript) -> _Fra
 
 async def _chat_after(
     engine: Engine, request: TurnRequest, head: Transcript, messages: tuple[dict[str, Any], ...]
-) -> tuple[Transcript, Prompt | None, tuple[int, ...]]:
-    """Return the segments of `head` that stay, what comes after them, and its ids.
+) -> tuple[Transcript, ClientPrompt | None, tuple[int, ...]]:
+    """Return the segments of `head` that stay, the prompt after them, and its ids.
 
     `messages` is the whole conversation; it begins with the head's.
     """
@@ -205,19 +207,19 @@ async def _chat_after(
     if kinds and kinds[-1] is SegmentKind.ANSWER:
         rest = messages[len(head.messages) :]
         if (ids := await _splice(engine, request, head, rest)) is not None:
-            return head, Prompt(messages=rest), ids
-    # From where the conversation is chat: text before it has no messages to be rendered again.
+            return head, ClientPrompt(messages=rest), ids
+    # Keep text before the first chat segment: it has no messages to be rendered again.
     while kinds and kinds[-1] is not None:
         kinds.pop()
     base = head.head(len(kinds))
     rest = messages[len(base.messages) :]
-    ids = await _ids_of(engine, request, Prompt(messages=rest), at_start=not kinds)
+    ids = await _ids_of(engine, request, ClientPrompt(messages=rest), at_start=not kinds)
     lengths = [len(segment.token_ids) for segment in head.segments[len(kinds) :]]
     same = whole_segments(lengths, common_prefix(ids, head.token_ids[len(base.token_ids) :]))
     if same and len(head.head(len(kinds) + same).messages) == len(messages):
         same -= 1  # nothing but another generation prompt would be left for a segment of its own
     kept = head.head(len(kinds) + same)
-    return kept, Prompt(messages=messages[len(kept.messages) :]), ids[sum(lengths[:same]) :]
+    return kept, ClientPrompt(messages=messages[len(kept.messages) :]), ids[sum(lengths[:same]) :]
 
 
 async def _splice(
@@ -242,7 +244,7 @@ async def _splice(
 
 
 def _placeholders(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Shorten messages: what follows the last answer does not depend on what was said before it."""
+    """Shorten messages: the tokens after the last answer do not depend on earlier text."""
     short = [{**message, "content": _PLACEHOLDER} if message.get("content") else message for message in messages]
     short[-1] = {"role": messages[-1]["role"], "content": _PLACEHOLDER}
     return short

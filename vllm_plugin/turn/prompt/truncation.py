@@ -1,8 +1,8 @@
-"""What goes of a conversation that no longer fits: its oldest turns, never its head and never what is new (ADR 0056).
+"""Cuts a conversation that no longer fits: its oldest turns, never its head and never new text (ADR 0056).
 
-Only new turns are cut: who sends the conversation again chooses what is in it. Cut messages are composed as if the
-client had sent them so; of text and token ids the kept ids stay as they are. Either way the transcript becomes what
-the engine saw.
+Only appended turns are cut: a client that sends the conversation again chooses its content. Cut messages are composed
+as if the client had sent them so; of text and token ids the kept ids stay as they are. Either way the transcript
+becomes the prompt that the engine saw.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 from contextcache.errors import ContextLengthExceeded, InvalidRequest
 from contextcache.terms import whole
-from vllm_plugin.turn.composition import HEAD_ROLES, ComposedPrompt, prompt_segment
 from vllm_plugin.turn.engine import Engine
-from vllm_plugin.turn.matching import Outcome
-from vllm_plugin.turn.request import Prompt, TruncationType, TurnRequest
-from vllm_plugin.turn.transcript import Transcript, common_prefix
+from vllm_plugin.turn.prompt.composition import HEAD_ROLES, ComposedPrompt, prompt_segment
+from vllm_plugin.turn.prompt.matching import Outcome
+from vllm_plugin.turn.prompt.request import ClientPrompt, TruncationType, TurnRequest
+from vllm_plugin.turn.prompt.transcript import Transcript, common_prefix
 
 _ANSWER_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-"""What each call names the most that its answer may have."""
+"""Each route's name for the maximum tokens of its answer."""
 
 
 async def cut_to_fit(
@@ -63,8 +63,8 @@ def _answer_tokens(request: TurnRequest) -> int:
 
 async def _cut_messages(
     engine: Engine, request: TurnRequest, transcript: Transcript, prompt: ComposedPrompt, *, limit: int
-) -> tuple[tuple[int, ...], Prompt] | None:
-    """Return the ids and messages that stay; None: all of them. What is kept begins with a user's message."""
+) -> tuple[tuple[int, ...], ClientPrompt] | None:
+    """Return the ids and messages that stay; None: all of them. The kept part begins with a user's message."""
     said, new = request.truncation, request.prompt.messages
     assert said is not None
     assert new is not None
@@ -94,12 +94,12 @@ async def _cut_messages(
             last, ids = middle, found
         else:
             first = middle + 1
-    return ids, Prompt(messages=kept_from(starts[last]))
+    return ids, ClientPrompt(messages=kept_from(starts[last]))
 
 
 async def _cut_ids(
     engine: Engine, request: TurnRequest, transcript: Transcript, prompt: ComposedPrompt, *, limit: int
-) -> tuple[tuple[int, ...], Prompt] | None:
+) -> tuple[tuple[int, ...], ClientPrompt] | None:
     """Return the ids that stay; None: all of them. The token that begins every sequence of the model is the head."""
     said, stored = request.truncation, transcript.token_ids
     assert said is not None
@@ -112,7 +112,7 @@ async def _cut_ids(
     if num_kept >= num_history:
         return None
     ids = stored[:num_head] + stored[len(stored) - num_kept :] + new
-    return ids, Prompt(token_ids=ids)
+    return ids, ClientPrompt(token_ids=ids)
 
 
 def _check(num_tokens: int, limit: int) -> None:

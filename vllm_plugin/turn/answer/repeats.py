@@ -1,7 +1,7 @@
 """Answers that may be asked for again: recorded while they are given, packed for the commit, given again.
 
-What is packed is what the client is sent, to the byte. Only the store knows when the context ends after the commit, so
-in its place stands a number that nobody can guess, which is replaced whenever the answer is given.
+The packed answer equals the client's, to the byte. Only the store knows the expiry after the commit. A random number
+stands in its place, and is replaced each time the answer is given.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from contextcache.terms import REPLAYED_HEADER
 from vllm_plugin.turn.engine import Send
 
 RAW_BYTES_MAX = 4 << 20
-"""Of an answer as it is sent: a stream of some fifteen thousand tokens."""
+"""Limit of an answer as it is sent: a stream of some fifteen thousand tokens."""
 PACKED_BYTES_MAX = 256 << 10
 """As it is kept: the manager takes no more."""
 _LARGE_BYTES = 256 << 10
-"""From here on packing takes milliseconds, beside the event loop."""
+"""Size from which packing takes milliseconds, in a thread."""
 
 _PACKED = msgspec.msgpack.Decoder(tuple[str, list[tuple[str, str]], bytes])
 Headers = list[tuple[str, str]]
@@ -43,12 +43,12 @@ class Recording:
         self._head = headers
 
     def add(self, piece: bytes) -> None:
-        """Note a piece of a stream. What is too much is not kept."""
+        """Note a piece of a stream. An answer over the limit is not kept."""
         if len(self._body) <= RAW_BYTES_MAX:
             self._body += piece
 
     async def packed(self, headers: Headers, end: bytes) -> bytes:
-        """Return what is kept; empty: it is too large. `headers`: of an answer that is sent none before its end."""
+        """Return the packed answer; empty: it is too large. `headers`: those of an answer without a stream."""
         head = [("content-type", self.content_type), *(self._head or headers)]
         if len(self._body) + len(end) > RAW_BYTES_MAX:
             return b""

@@ -1,7 +1,7 @@
 """Server-sent events: bytes cut anywhere to whole events, and back. Pure.
 
-An event ends with an empty line; lines end with LF or CRLF. What has no `data` field (comments, keep-alives) is handed
-on as it came, byte for byte.
+An event ends with an empty line; lines end with LF or CRLF. Events without a `data` field (comments, keep-alives)
+pass byte for byte.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ EVENT_BYTES_MAX = 16 << 20
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 _END_BYTES_MAX = 4
 _FIELD = b"data:"
+UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+"""Headers of a stream by which caches do not store it, and nginx passes each event on as it comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Event:
     """One event as it came."""
 
     raw: bytes
-    """With the empty line that ends it."""
+    """All bytes, the empty line at the end included."""
     data: bytes | None
     """Its `data` fields, joined by line feeds; None: it has none."""
     others: tuple[bytes, ...] = ()

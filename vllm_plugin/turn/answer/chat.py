@@ -1,4 +1,4 @@
-"""The engine's answer, JSON or events: collect what the transcript needs, edit what the client sees. Pure.
+"""The engine's answer, JSON or events: collect the transcript's part, edit the client's part. Pure.
 
 Both shapes hold the end back until the turn has been settled: `JsonAnswer` everything, `SseAnswer` the event with the
 finish reason, the usage event and `[DONE]`. Events before that pass at once and in order, without the token ids that
@@ -12,23 +12,23 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from contextcache.errors import ContextCacheError, EngineFailed, NoReadyEndpoint
-from vllm_plugin.turn.event_stream import Event, EventSplitter
-from vllm_plugin.turn.request import CHAT_PATH, TurnRequest
+from vllm_plugin.turn.answer.events import Event, EventSplitter
+from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest
 
 _DONE = b"[DONE]"
 _ANSWER_BYTES_MAX = 256 << 20
-"""Of a whole answer, and of what is held of a stream: some ten times a long one with 20 log-probabilities a token."""
+"""Limit of a whole answer, and of the held part of a stream: ten times a long one with 20 log-probabilities a token."""
 _TOOL_CALLS_MAX = 1024
 UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
-"""What reading JSON of any shape may raise."""
+"""Errors that reading JSON of any shape may raise."""
 _GIVEN_UP = frozenset({"abort", "error"})
-"""vLLM 0.32 v1/engine/__init__.py FINISH_REASON_STRINGS: the engine stopped before the answer's end, as it does with
-what runs, or comes, while it shuts down."""
+"""vLLM 0.32 v1/engine/__init__.py FINISH_REASON_STRINGS: the engine stopped before the answer's end. It does so
+with every request while it shuts down."""
 
 
 @dataclass(slots=True)
 class AnswerResult:
-    """What an answer turned out to be."""
+    """Content of an answer."""
 
     token_ids: list[int] = field(default_factory=list)
     """Every sampled token, in order, the end-of-sequence token included."""
@@ -44,7 +44,7 @@ class AnswerResult:
     cached_tokens: int = 0
     """As the engine counts them."""
     kv_transfer: dict[str, Any] = field(default_factory=dict)
-    """What the engine's connector says with an answer that is no stream."""
+    """Report of the engine's connector, in an answer without a stream."""
     error: bool = False
     """The engine broke off with an error event."""
 
@@ -115,7 +115,7 @@ def _only(choices: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _without_output(choice: dict[str, Any]) -> None:
-    """Empty a choice of a prefill-only turn: the engine had to sample one token that nobody asked for."""
+    """Empty a choice of a prefill-only turn: the engine had to sample one token."""
     for key in ("text", "content"):
         for holder in (choice, choice.get("message") or {}, choice.get("delta") or {}):
             if key in holder:
@@ -125,7 +125,7 @@ def _without_output(choice: dict[str, Any]) -> None:
 
 
 def _strip(answer: dict[str, Any], *, keep_token_ids: bool) -> None:
-    """Remove what only we asked the engine for, and our own parameters that vLLM echoes."""
+    """Remove fields that only we asked the engine for, and our own parameters that vLLM echoes."""
     answer.pop("kv_transfer_params", None)
     if keep_token_ids:
         return
@@ -178,7 +178,7 @@ class JsonAnswer:
         return json.dumps({**self._stripped(), **session, "usage": usage}).encode()
 
     def close(self) -> None:
-        """Nobody asks for more."""
+        """End the answer early or late: no more is read."""
 
     def _stripped(self) -> dict[str, Any]:
         _strip(self._answer, keep_token_ids=self._request.wants_token_ids)
@@ -205,7 +205,7 @@ class SseAnswer:
         self.result = AnswerResult()
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take bytes, return what may pass now. Raises EngineFailed for an event that cannot be read."""
+        """Take bytes, return those that may pass now. Raises EngineFailed for an event that cannot be read."""
         try:
             return b"".join(self._take_event(event) for event in self._splitter.feed(chunk))
         except ContextCacheError:
@@ -233,7 +233,7 @@ class SseAnswer:
         return b"".join(self.last_events())
 
     def last_events(self) -> list[bytes]:
-        """Return what is held: the finish reason, the usage event if the client asked for one, `[DONE]`."""
+        """Return the held events: the finish reason, the usage event if the client asked for one, `[DONE]`."""
         for event in self._finish_events:
             _strip(event, keep_token_ids=self._request.wants_token_ids)
         events = list(self._finish_events)
@@ -251,7 +251,7 @@ class SseAnswer:
         return event.raw
 
     def close(self) -> None:
-        """Nobody asks for more."""
+        """End the answer early or late: no more is read."""
 
     def _take_event(self, event: Event) -> bytes:
         if event.data is None:

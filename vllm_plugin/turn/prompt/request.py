@@ -1,4 +1,4 @@
-"""What a client asks for in one turn: read, checked, and split into our part and the engine's part. Pure."""
+"""A client's request for one turn: read, checked, and split into our part and the engine's part. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _REFUSED: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ClientPrompt:
     """The request's prompt; exactly one field is set."""
 
     text: str | None = None
@@ -52,7 +52,7 @@ class Prompt:
 
 
 class TruncationType(Enum):
-    """What goes of a context that is too long for a turn."""
+    """Part of a context that is cut when it is too long for a turn."""
 
     LAST = "last_history_tokens"
     """All but the last so many tokens of the history."""
@@ -75,7 +75,7 @@ class TurnRequest:
     path: str
     """Path on the engine: completions or chat."""
     model: str
-    prompt: Prompt
+    prompt: ClientPrompt
     engine_fields: Mapping[str, Any]
     """The body without the prompt and without our own fields."""
     stream: bool
@@ -90,15 +90,15 @@ class TurnRequest:
     """None: the client left it to its key's default."""
     commit: bool
     expected_generation: int | None
-    """From `If-Match`."""
+    """Value of `If-Match`."""
     truncation: Truncation | None = None
-    """None: what does not fit is refused."""
+    """None: a prompt that does not fit is refused."""
     creates_if_missing: bool = False
     """The context is to be created where there is none."""
     repeatable: Repeatable | None = None
-    """What names the request, if it may come again."""
+    """Name of a request that may come again."""
     template_fields: Mapping[str, Any] = field(default_factory=dict)
-    """What rendering chat messages depends on besides the messages."""
+    """Fields besides the messages on which their rendering depends."""
     instructions: str | None = None
     """In the place of the system message the conversation begins with; empty: none. None: that stays."""
     follows: bool = False
@@ -106,7 +106,7 @@ class TurnRequest:
     item_ids: frozenset[str] = frozenset()
     """Ids of a response's input items: those that a context delivered are history."""
     said: Mapping[str, Any] = field(default_factory=dict)
-    """What the answer repeats: a response's `previous_response_id`, `conversation`."""
+    """Fields that the answer repeats: a response's `previous_response_id`, `conversation`."""
 
 
 def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> TurnRequest:
@@ -147,13 +147,13 @@ def with_new_messages(request: TurnRequest, new: Sequence[int] | None) -> TurnRe
     messages = request.prompt.messages
     if new is None or messages is None or len(new) == len(messages):
         return request
-    return replace(request, prompt=Prompt(messages=tuple(messages[at] for at in new)))
+    return replace(request, prompt=ClientPrompt(messages=tuple(messages[at] for at in new)))
 
 
 def read_new_session(
     body: dict[str, Any], *, tenant: TenantId, model: str, session_id: SessionId | None = None
 ) -> NewSession:
-    """Read what a create says about its session. Raises InvalidRequest, TtlOutOfRange.
+    """Read a create's terms of its session. Raises InvalidRequest, TtlOutOfRange.
 
     `session_id`: its name where the body need not say it; the body's own, or a new one, else.
     """
@@ -170,25 +170,25 @@ def read_new_session(
 
 
 def _template_fields(body: dict[str, Any]) -> dict[str, Any]:
-    """Return what `/tokenize` has to know, to render what a chat request would be.
+    """Return the fields by which `/tokenize` renders messages as the chat route does.
 
-    It has no fields for what vLLM makes arguments of the template itself (vLLM 0.32
+    It has no fields for arguments that vLLM gives to the template itself (vLLM 0.32
     entrypoints/openai/chat_completion/protocol.py `build_chat_params`).
     """
     names = ("tools", "chat_template", "chat_template_kwargs", "add_special_tokens")
     fields = {name: body[name] for name in names if body.get(name) is not None}
     given = fields.get("chat_template_kwargs", {})
     told = {name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) not in (None, "auto")}
-    if told and isinstance(given, dict):  # what else it is the engine refuses
+    if told and isinstance(given, dict):  # the engine refuses other types
         thinks = {"enable_thinking": told["reasoning_effort"] != "none"} if "reasoning_effort" in told else {}
         fields["chat_template_kwargs"] = thinks | given | told
     return fields
 
 
-def _prompt(path: str, body: dict[str, Any]) -> Prompt:
+def _prompt(path: str, body: dict[str, Any]) -> ClientPrompt:
     prompt, messages = body.get("prompt"), body.get("messages")
     if path == CHAT_PATH or (path == CONTEXT_PATH and prompt is None and messages is not None):
-        return Prompt(messages=_messages(messages))
+        return ClientPrompt(messages=_messages(messages))
     if messages is not None:
         raise InvalidRequest("give either prompt or messages, not both", param="messages")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -196,9 +196,9 @@ def _prompt(path: str, body: dict[str, Any]) -> Prompt:
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidRequest("prompt must not be empty", param="prompt")
-        return Prompt(text=prompt)
+        return ClientPrompt(text=prompt)
     if isinstance(prompt, list):
-        return Prompt(token_ids=_token_ids(prompt))
+        return ClientPrompt(token_ids=_token_ids(prompt))
     raise InvalidRequest("prompt must be a string or a list of token ids", param="prompt")
 
 
