@@ -284,19 +284,11 @@ class EngineSidecarClient:
     ) -> tuple[Manifest, pb.Tier.ValueType]:
         """Return the manifest and the tier that would serve most of it.
 
-        Raises CacheRefNotFound, CacheRefPending while it is being saved or pulled from a peer or the shared store.
+        Raises CacheRefNotFound, CacheRefPending during its save or its pull from a peer or the shared store.
         """
-        manifest, answer = self.find_manifest(
-            pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref, bring=True), timeout_s
-        )
-        return manifest, answer.tier
-
-    def find_manifest(
-        self, request: pb.GetManifestRequest, timeout_s: float
-    ) -> tuple[Manifest, pb.GetManifestResponse]:
-        """Return the manifest and the whole answer. Raises as `get_manifest`."""
+        request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref, bring=True)
         answer = self._call(lambda stub: stub.GetManifest, request, timeout_s)
-        return with_files(value_of(Manifest, answer.manifest)), answer
+        return with_files(value_of(Manifest, answer.manifest)), answer.tier
 
     def resolve(self, request: pb.ResolveRequest, timeout_s: float) -> tuple[Manifest | None, pb.ResolveResponse]:
         """Return the stored KV that serves most of a prompt, None when there is none, and the answer with its reason.
@@ -306,13 +298,6 @@ class EngineSidecarClient:
         """
         answer = self._call(lambda stub: stub.Resolve, request, timeout_s)
         return with_files(value_of(Manifest, answer.manifest)) if answer.HasField("manifest") else None, answer
-
-    def match_prefix(self, request: pb.MatchPrefixRequest, timeout_s: float) -> tuple[pb.PrefixMatch, ...]:
-        """Return the tenant's KV that begins most like a prompt, the longest first; a peer's is pending at first.
-
-        Raises SidecarUnavailable also when the sidecar is of a release that cannot be asked.
-        """
-        return tuple(self._call(lambda stub: stub.MatchPrefix, request, timeout_s).matches)
 
     def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
         """Yield blocks in the order asked for; closing the iterator ends the stream, and `end_load` their lease.

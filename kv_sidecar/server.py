@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -182,19 +183,9 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def MatchPrefix(self, request: pb.MatchPrefixRequest, context: Context) -> pb.MatchPrefixResponse:
-        question = PrefixQuestion(
-            tenant=request.tenant,
-            fingerprint=request.fingerprint,
-            token_ids=request.token_ids,
-            tokens_min=request.tokens_min,
-            expires_at_ms=request.expires_at_ms,
-            group=request.group,
-            beginning=request.beginning,
-            peer=request.peer,
-            # A tenth of the engine's remaining time: it must also read the answer's KV within it.
-            ask_s=min(max((context.time_remaining() or 0) / 10, ASK_S), MAX_ASK_S),
-        )
-        found = await self._sidecar.prefixes.find(question)
+        # A tenth of the caller's remaining time: it must also read the answer's KV within it.
+        ask_s = min(max((context.time_remaining() or 0) / 10, ASK_S), MAX_ASK_S)
+        found = await self._sidecar.prefixes.find(replace(value_of(PrefixQuestion, request), ask_s=ask_s))
         matches = [
             pb.PrefixMatch(cache_ref=one.cache_ref, num_tokens=one.num_tokens, whole=one.is_whole) for one in found
         ]

@@ -47,7 +47,9 @@ class Pod:
             expires_at_ms=SystemClock().now_ms() + 60_000,
             group=GROUP,
         )
-        return tuple(match.cache_ref for match in self.rank.client.match_prefix(question, 10))
+        return tuple(
+            match.cache_ref for match in self.rank.client._call(lambda stub: stub.MatchPrefix, question, 10).matches
+        )
 
     def has(self, cache_ref: str) -> bool:
         """Ask for a manifest that is on its way; whatever else is wrong with it is the test's."""

@@ -63,7 +63,8 @@ def announce(
 
 
 def match(client: EngineSidecarClient) -> object:
-    return client.match_prefix(pb.MatchPrefixRequest(tenant=TENANT, token_ids=LARGE), DEADLINE_S)
+    request = pb.MatchPrefixRequest(tenant=TENANT, token_ids=LARGE)
+    return client._call(lambda stub: stub.MatchPrefix, request, DEADLINE_S)
 
 
 def send_frames(client: EngineSidecarClient) -> object:
