@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
-from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -34,10 +33,9 @@ from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.scheduler_side import SchedulerSide
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, MonotonicClock
+from vllm_plugin.connector.spin import is_alone, sleep_soon
 from vllm_plugin.connector.telemetry import ConnectorPromMetrics, ConnectorStats, hit_source
 from vllm_plugin.connector.worker_side import WorkerSide
-
-_SPIN_S = 0.004
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         super().__init__(vllm_config, role, kv_cache_config)
         show_logs_of("vllm_plugin")
         device = str(vllm_config.device_config.device_type)
-        _wait_without_spinning(device)
+        sleep_soon(device)
         self._settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         secret = _read_secret(self._settings)
         self._scheduler_side: SchedulerSide | None = None
@@ -117,7 +115,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 clock=self.clock,
                 device=device,
                 mixes_adapters=are_mixed_up(vllm_config),
-                may_idle=_is_alone(vllm_config),
+                may_idle=is_alone(vllm_config),
                 reads_unheld=not _zeroes_early(vllm_config, kv_cache_config),
             )
             if self._uncarried is not None:
@@ -248,10 +246,6 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         return {hit_source(self.scheduler_side.tier_of(request)): num_external_tokens}
 
     @override
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler_side.finished(request, (block_ids,)), None
-
-    @override
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -321,27 +315,6 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         ended, self._ended_saves = self._ended_saves, set()
         words = self.worker_side.adapters.take_words()
         return WorkerNews(frozenset(ended), words) if ended or words else None
-
-
-def _wait_without_spinning(device: str) -> None:
-    """Have vLLM's processes on a CPU sleep while they wait for each other: a core they spin on is one that computes.
-
-    vLLM 0.32 distributed/device_communicators/shm_broadcast.py `SpinCondition` yields in a loop until a second after
-    the last message: beside each token, and after a step without work, as each load begins with. A sleeper may miss
-    what it is told within 3 million ticks of the last, as zmq's sender looks no more often whether there is room again:
-    1 to 1.5 ms, 3 where a tick is a nanosecond. That long is spun.
-    """
-    if device == "cpu":
-        # The instances are older than this connector, and a property goes before what they were made with.
-        shm_broadcast.SpinCondition.busy_loop_s = property(lambda _reader: _SPIN_S, lambda _reader, _second: None)
-
-
-def _is_alone(vllm_config: Any) -> bool:
-    """Return whether a step that computes nothing holds up no other: none is ordered behind it, no other rank waits.
-
-    vLLM 0.32: `max_concurrent_batches` (async scheduling), `DPEngineCoreProc.run_busy_loop` (experts in parallel).
-    """
-    return bool(vllm_config.max_concurrent_batches == 1 and vllm_config.parallel_config.data_parallel_size == 1)
 
 
 def _zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -33,6 +32,7 @@ from vllm_plugin.connector.saves.checkpoints import PromptCheckpoints
 from vllm_plugin.connector.saves.early_saves import EarlySaves
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Connect, LazySidecar
+from vllm_plugin.connector.spin import IdleEngine
 from vllm_plugin.connector.telemetry import Counters, connector_tracer
 
 log = logging.getLogger(__name__)
@@ -42,13 +42,6 @@ _SLOWER = "slower_than_computing"
 _NOT_FOUND = Match(None)
 _DECODED_TOKENS = 16
 """A request with more in a step computes its prompt; with fewer it may be decoding, drafts included."""
-_IDLE_WAIT_S = 0.004
-"""In a step without work: a new request waits no longer than this for its own."""
-_MATCH_WAIT_S = 0.01
-"""From when a lookup is begun, in a step that has nothing else to do: one without work costs two messages between
-processes, and where vLLM spins after it (`connector._wait_without_spinning`) a core beside the prompt behind it."""
-_IDLE_STEPS = 2
-"""In a row, before the engine is taken to have nothing to compute."""
 
 
 class LoadPhase(Enum):
@@ -134,7 +127,7 @@ class Load:
 class SchedulerSide:
     """All methods are called by the engine's thread and return at once, `shutdown` excepted.
 
-    `match` and `idle_wait_s` take a moment while there is nothing to compute.
+    `match` and `idle_wait_s` take a moment while there is nothing to compute (spin.py).
     """
 
     def __init__(  # noqa: PLR0913  # what an engine is, by name
@@ -155,7 +148,6 @@ class SchedulerSide:
         that nobody holds, as the worker hears in time that they are somebody else's.
         """
         self._mixes_adapters = mixes_adapters
-        self._may_idle = may_idle
         self._reads_unheld = reads_unheld
         self._settings = settings
         self._sends_ahead = settings.sends_ahead(device)
@@ -169,10 +161,7 @@ class SchedulerSide:
         self._requests: dict[str, Load] = {}
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
-        self._idle_steps = 0
-        """Steps in a row that computed and began nothing."""
-        self._ready: set[str] = set()
-        """Requests of all kinds that wait for no answer of ours, or were given blocks; until they finish."""
+        self.idle = IdleEngine(may_wait=may_idle)
         self._checkpoints = PromptCheckpoints()
         self._early_saves = EarlySaves()
         self._adapters = KnownAdapters()
@@ -232,7 +221,7 @@ class SchedulerSide:
         """Look at a new request, and start its lookup before it is scheduled. Harmless when repeated."""
         if request.request_id in self._requests:
             return
-        self._ready.add(request.request_id)
+        self.idle.ready.add(request.request_id)
         if request.lora_request is not None:
             self._adapters.observe(request.lora_request)
         transfer = self._verified(request)
@@ -269,7 +258,7 @@ class SchedulerSide:
             return
         rate = self._estimate.compute_us_per_token
         load.lookup = self._lookup.start(transfer, request.prompt_token_ids, facts, rate)
-        self._ready.discard(request.request_id)
+        self.idle.ready.discard(request.request_id)
 
     def _awaits_adapter(self, load: Load) -> bool:
         """Look for stored KV once the adapter's digest is known, or cannot be told in time; True: not yet."""
@@ -322,7 +311,9 @@ class SchedulerSide:
 
     def _look(self, load: Load, lookup: Lookup) -> bool:
         """Take the answer of a look-up, if it has come."""
-        found = self._answer(lookup, load.asked_at_s)
+        # A step that also hands over saves is not held.
+        now_ms = self._clock.now_ms()
+        found = lookup.result(now_ms) if self._saves else self.idle.answer(lookup, load.asked_at_s, now_ms)
         if found is None:
             return False
         load.found = found
@@ -370,19 +361,9 @@ class SchedulerSide:
             return 0
         return num_tokens
 
-    def _answer(self, lookup: Lookup, asked_at_s: float) -> Match | None:
-        """Return what a lookup has found; where nothing else is to be done, after a moment in which it may."""
-        found = lookup.result(self._clock.now_ms())
-        wait_s = asked_at_s + _MATCH_WAIT_S - time.monotonic()
-        if found is not None or wait_s <= 0 or self._ready or self._saves or not self._may_idle:
-            return found
-        assert lookup.future is not None, "a lookup that nobody carries out has its answer"
-        wait([lookup.future], wait_s)
-        return lookup.result(self._clock.now_ms())
-
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Plan the load the engine made room for, or report why there is none."""
-        self._ready.add(request.request_id)
+        self.idle.ready.add(request.request_id)
         load = self._requests.get(request.request_id)
         if load is None:
             return
@@ -431,24 +412,16 @@ class SchedulerSide:
         scheduled = scheduler_output.num_scheduled_tokens
         in_prompts = sum(count for count in scheduled.values() if count > _DECODED_TOKENS)
         self._estimate.step(in_prompts, self._clock.now_ms(), scheduled)
-        self._idle_steps = 0 if scheduler_output.total_num_scheduled_tokens or self._loads else self._idle_steps + 1
+        self.idle.step(has_work=bool(scheduler_output.total_num_scheduled_tokens or self._loads))
         loads, saves = tuple(self._loads), tuple(self._saves)
         self._loads, self._saves = [], []
         return loads, saves, (*self._checkpoints.take_overtaken(), *self._early_saves.take_overtaken())
 
     def idle_wait_s(self) -> float:
-        """Return how long the workers may wait in this step for a load to end; for lookups it is waited here.
-
-        An engine that computes nothing asks all over again, some 600 times a second, and each time keeps the threads
-        that it waits for from running: it stands still for a moment instead. 0 while anything is, or may be, computed.
-        """
-        if not self._may_idle or self._idle_steps <= _IDLE_STEPS:
-            return 0.0
-        if any(load.phase is LoadPhase.LOADING for load in self._requests.values()):
-            return _IDLE_WAIT_S
-        asked = [each.lookup.future for each in self._requests.values() if each.lookup is not None]
-        wait([future for future in asked if future is not None and not future.done()], _IDLE_WAIT_S, FIRST_COMPLETED)
-        return 0.0
+        """Return how long the workers may wait in this step, see `IdleEngine.wait_s`."""
+        loads = self._requests.values()
+        is_loading = any(load.phase is LoadPhase.LOADING for load in loads)
+        return self.idle.wait_s((load.lookup for load in loads), is_loading=is_loading)
 
     def _with_adapter(self, plan: SavePlan) -> SavePlan:
         load = self._requests.get(plan.engine_request_id)
@@ -491,7 +464,7 @@ class SchedulerSide:
         prompt was computed. The last token never has KV.
         """
         load = self._requests.pop(request.request_id, None)
-        self._ready.discard(request.request_id)
+        self.idle.ready.discard(request.request_id)
         self._checkpoints.end(request.request_id)
         self._early_saves.end(request.request_id)
         self._estimate.end(request.request_id, self._clock.now_ms(), is_loaded=False)

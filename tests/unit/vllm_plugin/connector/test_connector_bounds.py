@@ -13,7 +13,8 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
-from vllm_plugin.connector import connector, scheduler_side, worker_side
+from vllm_plugin.connector import scheduler_side, spin, worker_side
+from vllm_plugin.connector.scheduler_side import LoadPhase
 
 A, B = cache_ref(1), cache_ref(2)
 PROMPT = list(range(1, 151))
@@ -91,8 +92,9 @@ class Waits:
         self.took_s: list[float] = []
         self._now_s = 0.0
         self._goes_on = goes_on
-        monkeypatch.setattr(scheduler_side, "wait", self._wait)
-        monkeypatch.setattr(scheduler_side, "time", SimpleNamespace(monotonic=lambda: self._now_s))
+        monkeypatch.setattr(spin, "wait", self._wait)
+        for module in (spin, scheduler_side):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self._now_s))
 
     def _wait(self, futures: list[Future[Any]], timeout_s: float, *until: str) -> None:
         self._now_s += 1.1 * timeout_s
@@ -114,7 +116,7 @@ def test_an_engine_with_nothing_to_compute_begins_in_the_step_in_which_it_got_th
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
     engine.loop.step()
 
-    assert engine.loop.connector.scheduler_side._requests["again"].phase is scheduler_side.LoadPhase.LOADING
+    assert engine.loop.connector.scheduler_side._requests["again"].phase is LoadPhase.LOADING
     assert engine.loop.run_to_end("again") == answer
 
 
@@ -140,7 +142,7 @@ def test_vllms_processes_on_a_cpu_sleep_soon_while_they_wait_for_each_other(
     sleeps: int,
 ) -> None:
     """Those that were there before the connector, too. On GPUs, where cores are to spare, they go on as vLLM has it."""
-    start_engine() if device == "cpu" else connector._wait_without_spinning(device)
+    start_engine() if device == "cpu" else spin.sleep_soon(device)
     monkeypatch.setattr(shm_broadcast, "time", SimpleNamespace(monotonic=lambda: reader.last_read + since_s))
     reader.wait(timeout_ms=0)
 
@@ -155,11 +157,11 @@ def test_a_lookup_is_waited_for_once_for_a_moment(engine: Engine, monkeypatch: p
     for _ in range(4):
         engine.loop.step()
 
-    assert waits.took_s == [scheduler_side._MATCH_WAIT_S]
+    assert waits.took_s == [spin._MATCH_WAIT_S]
     hang.set()
     engine.loop.run_to_end("one")
     engine.loop.run_to_end("another")
-    assert not engine.loop.connector.scheduler_side._ready
+    assert not engine.loop.connector.scheduler_side.idle.ready
 
 
 @pytest.mark.parametrize("beside", ["computed", "queued", "saved", "steps in flight"])
@@ -179,7 +181,7 @@ def test_no_lookup_is_waited_for_where_that_would_hold_up_another(
     if beside == "queued":
         engine.loop.add("other", PROMPT)
     if beside == "steps in flight":
-        engine.loop.connector.scheduler_side._may_idle = False
+        engine.loop.connector.scheduler_side.idle.may_wait = False
     engine.loop.step()
 
     assert not waits.took_s
@@ -195,4 +197,4 @@ def test_a_step_may_wait_only_in_an_engine_where_nobody_waits_for_it(
     parallel = SimpleNamespace(data_parallel_size=num_engines)
     config = SimpleNamespace(parallel_config=parallel, max_concurrent_batches=in_flight)
 
-    assert connector._is_alone(config) is waits
+    assert spin.is_alone(config) is waits
