@@ -32,12 +32,13 @@ from kv_sidecar.format.manifest import restorable_tokens
 from kv_sidecar.moving.borrowing import Prefixes
 from kv_sidecar.moving.pulling import MAX_REFS, Pulls, Wanted
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.sealed.matching import Beginnings, PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found, common
 from kv_sidecar.store.writer import SharedTier
 
 REFS_MAX = 16
 WAIT_MS_MAX = 30_000
+BEGINNING_CHARS_MAX = 64
 NOTHING_LIKE_IT = "no_manifest"
 NOTHING_IN_COMMON = "other_tokens"
 """A context was named, and the KV under its name begins otherwise."""
@@ -88,6 +89,8 @@ class Question:
             raise InvalidRequest("token ids must have four bytes each", param="token_ids")
         if len(self.cache_refs) > REFS_MAX:
             raise InvalidRequest(f"a question may name at most {REFS_MAX} cache_refs", param="cache_refs")
+        if len(self.beginning) > BEGINNING_CHARS_MAX:
+            raise InvalidRequest(f"beginning may have at most {BEGINNING_CHARS_MAX} characters", param="beginning")
         if not (0 <= self.wait_ms <= WAIT_MS_MAX and 0 <= self.pull_wait_ms <= WAIT_MS_MAX):
             raise InvalidRequest(f"wait_ms and pull_wait_ms must be 0 to {WAIT_MS_MAX}", param="wait_ms")
 
@@ -148,6 +151,7 @@ class Resolver:
         self._shared = shared
         self._clock: Clock = runtime.clock
         self._threads = runtime.threads
+        self.beginnings = Beginnings(runtime.clock)
 
     async def answer(self, question: Question) -> Resolution:
         """Return the KV that serves most of a prompt. Raises InvalidRequest."""
@@ -238,12 +242,11 @@ class Resolver:
             tokens_min=tokens_min,
             expires_at_ms=question.expires_at_ms,
             group=question.group,
-            beginning=question.beginning,
-            peer=question.peer,
         )
+        self.beginnings.note(question.beginning)
         try:
             async with asyncio.timeout(_MATCH_WITH_KV_S if best.num_usable else _MATCH_S):
-                return await self._prefixes.find(wanted)
+                return await self._prefixes.find(wanted, peer=question.peer)
         except (ContextCacheError, TimeoutError):
             return ()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -28,7 +27,7 @@ from kv_sidecar.moving.frames import STREAMS_MAX, FrameAssembly
 from kv_sidecar.moving.pulling import Wanted
 from kv_sidecar.resolve import Question
 from kv_sidecar.saves import FailedSave, MoreTokens, NewSave
-from kv_sidecar.sealed.matching import ASK_S, PrefixQuestion
+from kv_sidecar.sealed.matching import PrefixQuestion
 from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.tiers.memory import Place
 from kv_sidecar.tiers.store import BLOCK_BYTES_MAX
@@ -41,7 +40,6 @@ CALLS_MAX = 256
 MAX_WAIT_SEALED_MS = 30_000
 MAX_WAIT_REPORT_MS = 1_000
 MAX_WAIT_SLOT_MS = 1_000
-MAX_ASK_S = 2.0
 MAX_LENT_AT_ONCE = 4_096
 TIERS = {name: number for number, name in TIER_NAMES.items()}
 
@@ -183,9 +181,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def MatchPrefix(self, request: pb.MatchPrefixRequest, context: Context) -> pb.MatchPrefixResponse:
-        # A tenth of the caller's remaining time: it must also read the answer's KV within it.
-        ask_s = min(max((context.time_remaining() or 0) / 10, ASK_S), MAX_ASK_S)
-        found = await self._sidecar.prefixes.find(replace(value_of(PrefixQuestion, request), ask_s=ask_s))
+        found = await self._catalog.match_prefix(value_of(PrefixQuestion, request))
         matches = [
             pb.PrefixMatch(cache_ref=one.cache_ref, num_tokens=one.num_tokens, whole=one.is_whole) for one in found
         ]
@@ -283,7 +279,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
-        beginnings, end = self._sidecar.prefixes.beginnings.since(request.beginnings_after)
+        beginnings, end = self._sidecar.resolver.beginnings.since(request.beginnings_after)
         usage = {"host": self._sidecar.blocks.memory_usage(), "disk": self._sidecar.blocks.usage()}
         tiers = [message_of(pb.TierStats, found, tier=TIERS[tier]) for tier, found in usage.items()]
         return pb.StatsResponse(

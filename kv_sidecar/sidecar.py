@@ -116,14 +116,7 @@ class Sidecar:
             store=store,
         )
         self.prefixes = Prefixes(
-            self.catalog,
-            self.pulls,
-            rules=rules,
-            connect=connect,
-            store=store,
-            block_tokens=settings.block_tokens,
-            clock=clock,
-            metrics=self.metrics,
+            self.catalog, self.pulls, self.runtime, rules, connect, block_tokens=settings.block_tokens, store=store
         )
         self.resolver = Resolver(self.catalog, self.pulls, self.prefixes, self.shared, self.runtime)
         self.reports = LoadReports(clock)

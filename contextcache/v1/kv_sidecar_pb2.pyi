@@ -724,32 +724,20 @@ class GetManifestRequest(google.protobuf.message.Message):
     TENANT_FIELD_NUMBER: builtins.int
     CACHE_REF_FIELD_NUMBER: builtins.int
     BRING_FIELD_NUMBER: builtins.int
-    WAIT_MS_FIELD_NUMBER: builtins.int
-    COMPUTE_US_PER_TOKEN_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     cache_ref: builtins.str
     """KV."""
     bring: builtins.bool
     """Whether KV that is not here shall be fetched from the shared store: it is then pending, until it is known."""
-    wait_ms: builtins.int
-    """How long the caller still waits, in ms, for all of KV that is being pulled. Then, or as soon as the rest will surely
-    come later than it is computed, the answer is what has come of it. Absent: all of it or nothing.
-    """
-    compute_us_per_token: builtins.float
-    """What computing a token takes there, in microseconds; 0: not known."""
     def __init__(
         self,
         *,
         tenant: builtins.str = ...,
         cache_ref: builtins.str = ...,
         bring: builtins.bool = ...,
-        wait_ms: builtins.int | None = ...,
-        compute_us_per_token: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_wait_ms", b"_wait_ms", "wait_ms", b"wait_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_wait_ms", b"_wait_ms", "bring", b"bring", "cache_ref", b"cache_ref", "compute_us_per_token", b"compute_us_per_token", "tenant", b"tenant", "wait_ms", b"wait_ms"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_wait_ms", b"_wait_ms"]) -> typing.Literal["wait_ms"] | None: ...
+    def ClearField(self, field_name: typing.Literal["bring", b"bring", "cache_ref", b"cache_ref", "tenant", b"tenant"]) -> None: ...
 
 Global___GetManifestRequest: typing_extensions.TypeAlias = GetManifestRequest
 
@@ -825,11 +813,8 @@ class GetManifestResponse(google.protobuf.message.Message):
 
     MANIFEST_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
-    COMING_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     """Tier that would serve most of its blocks now."""
-    coming: builtins.bool
-    """True: these are the first tokens of KV of which more is on its way. LoadBlocks has them, by the same name."""
     @property
     def manifest(self) -> Global___Manifest:
         """The manifest."""
@@ -839,10 +824,9 @@ class GetManifestResponse(google.protobuf.message.Message):
         *,
         manifest: Global___Manifest | None = ...,
         tier: Global___Tier.ValueType = ...,
-        coming: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["coming", b"coming", "manifest", b"manifest", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["manifest", b"manifest", "tier", b"tier"]) -> None: ...
 
 Global___GetManifestResponse: typing_extensions.TypeAlias = GetManifestResponse
 
@@ -886,11 +870,11 @@ class ResolveRequest(google.protobuf.message.Message):
     tokens_min: builtins.int
     """Fewest tokens that a prefix match must add to the KV that the turn names; 0: no prefix match."""
     group: builtins.str
-    """Conversation of a plain request, whose KV is kept; empty: none. As in MatchPrefixRequest."""
+    """Conversation of a plain request, whose KV is kept; empty: none. Its misses are remembered."""
     beginning: builtins.str
-    """Hash of the prompt's beginning, for gateways. As in MatchPrefixRequest."""
+    """Hash of the prompt's beginning; Stats tells gateways that such prompts meet here. Empty: none."""
     peer: builtins.str
-    """host:port of a sidecar that may have more of the prompt. As in MatchPrefixRequest."""
+    """host:port of a sidecar that may have more of the prompt: the sidecar fetches their common beginning. Empty: none."""
     expires_at_ms: builtins.int
     """Unix time in ms until which kept KV that matches lives at least; 0: unchanged."""
     @property
@@ -975,10 +959,6 @@ class MatchPrefixRequest(google.protobuf.message.Message):
     FINGERPRINT_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     TOKENS_MIN_FIELD_NUMBER: builtins.int
-    EXPIRES_AT_MS_FIELD_NUMBER: builtins.int
-    GROUP_FIELD_NUMBER: builtins.int
-    BEGINNING_FIELD_NUMBER: builtins.int
-    PEER_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner: nothing of another tenant's is found."""
     fingerprint: builtins.str
@@ -987,16 +967,6 @@ class MatchPrefixRequest(google.protobuf.message.Message):
     """Token ids as little-endian u32."""
     tokens_min: builtins.int
     """Fewer tokens in common are not worth an answer."""
-    expires_at_ms: builtins.int
-    """Unix time in ms until which kept KV that is found lives at least."""
-    group: builtins.str
-    """Conversation that asks, where it is one whose KV is kept: what it misses is remembered. It decides nothing."""
-    beginning: builtins.str
-    """What the gateway calls requests that begin like this one; Stats tells it that they meet here. Empty: nothing."""
-    peer: builtins.str
-    """host:port of a sidecar that may have more of it than this one: what both begin with is then fetched from there, and
-    named in the answer while it comes. Empty: none.
-    """
     def __init__(
         self,
         *,
@@ -1004,20 +974,14 @@ class MatchPrefixRequest(google.protobuf.message.Message):
         fingerprint: builtins.str = ...,
         token_ids: builtins.bytes = ...,
         tokens_min: builtins.int = ...,
-        expires_at_ms: builtins.int = ...,
-        group: builtins.str = ...,
-        beginning: builtins.str = ...,
-        peer: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["beginning", b"beginning", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "group", b"group", "peer", b"peer", "tenant", b"tenant", "token_ids", b"token_ids", "tokens_min", b"tokens_min"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "tenant", b"tenant", "token_ids", b"token_ids", "tokens_min", b"tokens_min"]) -> None: ...
 
 Global___MatchPrefixRequest: typing_extensions.TypeAlias = MatchPrefixRequest
 
 @typing.final
 class MatchPrefixResponse(google.protobuf.message.Message):
-    """MatchPrefixResponse names at most three, the longest first, and behind them what comes from a peer; empty: nothing
-    begins like it.
-    """
+    """MatchPrefixResponse names at most three, the longest first; empty: nothing begins like it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -247,8 +247,8 @@ class KVSidecarServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def MatchPrefix(self, request, context):
-        """MatchPrefix names the tenant's sealed KV that begins most like a prompt, whoever it was saved for. What is named stays
-        for a minute, so that a load finds it.
+        """MatchPrefix tells a peer which sealed KV of the tenant begins most like a prompt. That KV stays for a minute, so that
+        a pull finds it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -642,8 +642,8 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
     """
 
     MatchPrefix: _KVSidecarServiceMatchPrefixType
-    """MatchPrefix names the tenant's sealed KV that begins most like a prompt, whoever it was saved for. What is named stays
-    for a minute, so that a load finds it.
+    """MatchPrefix tells a peer which sealed KV of the tenant begins most like a prompt. That KV stays for a minute, so that
+    a pull finds it.
     """
 
     LoadBlocks: _KVSidecarServiceLoadBlocksType
@@ -902,8 +902,8 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         request: contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse]]:
-        """MatchPrefix names the tenant's sealed KV that begins most like a prompt, whoever it was saved for. What is named stays
-        for a minute, so that a load finds it.
+        """MatchPrefix tells a peer which sealed KV of the tenant begins most like a prompt. That KV stays for a minute, so that
+        a pull finds it.
         """
 
     @abc.abstractmethod

@@ -27,10 +27,7 @@ Answer = TypeVar("Answer")
 
 MATCHES_MAX = 3
 """Named in one answer: whoever asks reads a manifest of each until one will do."""
-ASK_S = 0.1
-"""A connection and an answer from the same network."""
 BEGINNINGS_MAX = 4096
-BEGINNING_CHARS_MAX = 64
 PASSED_OVER_MAX = 8
 """Manifests that one look-up finds unreadable before it answers with nothing."""
 STAYS_MS = 60_000
@@ -51,12 +48,6 @@ class PrefixQuestion:
     """Unix time in ms until which kept KV that is found lives at least; 0: as long as it has."""
     group: SessionId = ""
     """Conversation that asks, where its KV is kept."""
-    beginning: str = ""
-    """What gateways call requests that begin like this one."""
-    peer: str = ""
-    """`host:port` of a sidecar that may have more of it."""
-    ask_s: float = ASK_S
-    """Longest to wait for its answer."""
 
     @property
     def num_tokens(self) -> int:
@@ -69,8 +60,6 @@ class PrefixQuestion:
         check_fingerprint_text(self.fingerprint)
         if len(self.token_ids) % TOKEN_BYTES:
             raise InvalidRequest("token ids must have four bytes each", param="token_ids")
-        if len(self.beginning) > BEGINNING_CHARS_MAX:
-            raise InvalidRequest(f"beginning may have at most {BEGINNING_CHARS_MAX} characters", param="beginning")
 
 
 class Beginnings:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from contextcache.clock import SystemClock
-from contextcache.errors import CacheRefPending
+from contextcache.model import CacheRef
 from contextcache.names import KEPT_PREFIX
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import KVSidecarClient
@@ -37,27 +37,20 @@ class Pod:
         self.sidecar.start(SIDECAR_STORE_URL=f"file://{store}")
         self.rank = EngineRank(self.sidecar.address)
 
-    def find(self) -> tuple[str, ...]:
+    def find(self, wait_ms: int = 30_000) -> CacheRef | None:
         """Ask as the engine does before the conversation's next turn."""
-        question = pb.MatchPrefixRequest(
+        question = pb.ResolveRequest(
             tenant=TENANT,
             fingerprint=FINGERPRINT,
+            world_size=1,
             token_ids=pack_token_ids(NEXT),
             tokens_min=4,
+            pull_wait_ms=wait_ms,
             expires_at_ms=SystemClock().now_ms() + 60_000,
             group=GROUP,
         )
-        return tuple(
-            match.cache_ref for match in self.rank.client._call(lambda stub: stub.MatchPrefix, question, 10).matches
-        )
-
-    def has(self, cache_ref: str) -> bool:
-        """Ask for a manifest that is on its way; whatever else is wrong with it is the test's."""
-        try:
-            self.rank.client.get_manifest(TENANT, cache_ref, 10)
-        except CacheRefPending:
-            return False
-        return True
+        manifest, _ = self.rank.client.resolve(question, 60)
+        return None if manifest is None else manifest.cache_ref
 
     def close(self) -> None:
         if self.sidecar.process is not None:
@@ -98,10 +91,9 @@ async def test_a_kept_conversation_is_found_by_another_pod_and_its_delete_leaves
 
     second = Pod(tmp_path / "b", store)
     stack.callback(second.close)
-    assert second.find() == (kept.cache_ref,)
-    wait_until(lambda: second.has(kept.cache_ref), what="it has come")
+    wait_until(lambda: second.find() == kept.cache_ref, what="it has come", deadline_s=60)
     assert second.rank.load(kept) == {pb.TIER_OBJECT}
-    assert second.find() == (kept.cache_ref,)
+    assert second.find(wait_ms=0) == kept.cache_ref
 
     longer = second.rank.save(NEXT, session_id=GROUP)
     wait_until(lambda: longer.cache_ref in named(store, "manifests"), what="the next turn is written")

@@ -25,8 +25,6 @@ from contextcache.model import KVGroup, LoadedKV, SaveOutcome, plain_group
 from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient, KVSidecarClient
-from kv_sidecar.sealed.matching import PrefixQuestion
-from kv_sidecar.sealed.prefixes import Found
 from kv_sidecar.server import serve
 from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, new_save
@@ -284,25 +282,6 @@ async def test_what_is_told_of_a_load_ends_its_lease(running: Running, *, is_tak
 
     assert not running.kv.has_leases
     rank.close()
-
-
-@pytest.mark.parametrize(("engine_waits_s", "peer_waits_s"), [(0.9, 0.1), (10, 1), (60, 2)])
-async def test_a_peer_is_waited_for_a_tenth_of_what_the_engine_has_left(
-    running: Running, monkeypatch: pytest.MonkeyPatch, engine_waits_s: float, peer_waits_s: float
-) -> None:
-    asked = []
-
-    async def find(question: PrefixQuestion) -> list[Found]:
-        asked.append(question.ask_s)
-        return []
-
-    monkeypatch.setattr(running.kv.sidecar.prefixes, "find", find)
-    rank = await running.rank()
-    request = pb.MatchPrefixRequest(tenant=TENANT, fingerprint=FINGERPRINT)
-    await asyncio.to_thread(rank.client.match_prefix, request, engine_waits_s)
-    rank.close()
-
-    assert asked == [pytest.approx(peer_waits_s, rel=0.2)]
 
 
 async def test_touch_and_stats(running: Running) -> None:

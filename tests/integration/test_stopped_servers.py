@@ -63,8 +63,7 @@ def announce(
 
 
 def match(client: EngineSidecarClient) -> object:
-    request = pb.MatchPrefixRequest(tenant=TENANT, token_ids=LARGE)
-    return client._call(lambda stub: stub.MatchPrefix, request, DEADLINE_S)
+    return client.resolve(pb.ResolveRequest(tenant=TENANT, token_ids=LARGE), DEADLINE_S)
 
 
 def send_frames(client: EngineSidecarClient) -> object:

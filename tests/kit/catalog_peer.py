@@ -53,7 +53,7 @@ class CatalogPeer(Peer):
 
     async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
         await self._pass(self.hold_match)
-        return await self._kv.catalog.match_prefix(replace(question, tokens_min=tokens_min, beginning="", peer=""))
+        return await self._kv.catalog.match_prefix(replace(question, tokens_min=tokens_min))
 
     async def block_files(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int]

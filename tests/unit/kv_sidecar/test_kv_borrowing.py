@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from contextcache.clock import ManualClock
-from contextcache.errors import CacheRefNotFound, CacheRefPending, InvalidRequest
+from contextcache.errors import CacheRefNotFound, CacheRefPending
 from contextcache.model import KVGroup
 from contextcache.names import KEPT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
@@ -38,9 +38,11 @@ class Pods:
     async def find(
         self, prompt: tuple[int, ...], *, peer: str = PEER, tenant: str = TENANT, **more: Any
     ) -> list[Found]:
-        more = {"ask_s": 30.0, "tokens_min": BLOCK_TOKENS} | more
-        question = PrefixQuestion(tenant, FINGERPRINT, pack_token_ids(prompt), peer=peer, **more)
-        return list(await self.here.sidecar.prefixes.find(question))
+        prefixes = self.here.sidecar.prefixes
+        prefixes.ask_s = more.pop("ask_s", 30.0)
+        more = {"tokens_min": BLOCK_TOKENS} | more
+        question = PrefixQuestion(tenant, FINGERPRINT, pack_token_ids(prompt), **more)
+        return list(await prefixes.find(question, peer=peer))
 
     async def ended(self) -> None:
         await asyncio.gather(*self.here.sidecar.pulls._tasks, return_exceptions=True)
@@ -261,12 +263,7 @@ async def test_a_sidecar_that_starts_again_tells_what_it_was_asked_for_since_to_
     clock, known = ManualClock(), 0
     for name in ("x", "y"):
         async with SidecarUnderTest(tmp_path, clock=clock) as sidecar:
-            sidecar.sidecar.prefixes.beginnings.note(name)
-            told, known = sidecar.sidecar.prefixes.beginnings.since(known)
+            sidecar.sidecar.resolver.beginnings.note(name)
+            told, known = sidecar.sidecar.resolver.beginnings.since(known)
         assert list(told) == [name]
         clock.advance(ms=2)
-
-
-async def test_a_beginning_is_no_long_text(pods: Pods) -> None:
-    with pytest.raises(InvalidRequest):
-        await pods.find(DOCUMENT, beginning="x" * 65)

@@ -210,6 +210,28 @@ async def test_kv_of_a_peer_that_is_computed_sooner_is_not_waited_for(pods: Pods
     assert (found.manifest, found.reason) == (None, "no_manifest")
 
 
+async def test_an_older_turn_that_is_here_does_not_end_the_search_for_a_newer_one_at_a_peer(pods: Pods) -> None:
+    """Seen failing: new text of at most a quarter of the older turn ended the search."""
+    await pods.here.save(DOCUMENT[:20])
+    await pods.there.save(PROMPT)
+    pods.here.sidecar.prefixes.ask_s = 30.0
+    found = await pods.ask(prompt=(*PROMPT, 1), tokens_min=1, peer=PEER, pull_wait_ms=LONG_MS)
+
+    assert found.manifest is not None
+    assert found.manifest.token_ids == PROMPT
+
+
+async def test_the_search_at_a_peer_does_not_take_longer_than_is_worth_it(pods: Pods) -> None:
+    older = await pods.here.save(DOCUMENT[:12])
+    pods.peer.hold_match.clear()
+    async with asyncio.timeout(10):
+        found = await pods.ask(older.cache_ref, tokens_min=1, peer=PEER, pull_wait_ms=LONG_MS)
+    pods.peer.hold_match.set()
+
+    assert found.manifest is not None
+    assert found.manifest.cache_ref == older.cache_ref
+
+
 async def test_a_pull_that_surely_misses_its_time_is_not_waited_for(pods: Pods) -> None:
     """The rest would take minutes at the rate so far; the engine computes it in microseconds."""
     theirs = await pods.there.save(DOCUMENT)
@@ -242,7 +264,14 @@ async def test_a_checkpoint_is_looked_at_only_where_its_context_does_not_serve_a
 
 
 async def test_a_question_beyond_its_limits_is_refused(pods: Pods) -> None:
-    for fields in ({"wait_ms": LONG_MS + 1}, {"pull_wait_ms": -1}, {"fingerprint": ""}, {"tenant": ""}):
+    wrong = [
+        {"wait_ms": LONG_MS + 1},
+        {"pull_wait_ms": -1},
+        {"fingerprint": ""},
+        {"tenant": ""},
+        {"beginning": "x" * 65},
+    ]
+    for fields in wrong:
         with pytest.raises(InvalidRequest):
             await pods.ask(**fields)
     with pytest.raises(InvalidRequest, match="at most 16"):

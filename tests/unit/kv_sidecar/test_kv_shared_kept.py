@@ -77,9 +77,10 @@ def kinds(tmp_path: Path) -> dict[str, int]:
 
 
 async def find(kv: SidecarUnderTest, prompt: tuple[int, ...], **more: Any) -> list[Found]:
-    more = {"group": GROUP, "ask_s": 10.0} | more
+    kv.sidecar.prefixes.ask_s = more.pop("ask_s", 10.0)
+    peer, more = more.pop("peer", ""), {"group": GROUP} | more
     question = PrefixQuestion(more.pop("tenant", TENANT), FINGERPRINT, pack_token_ids(prompt), BLOCK_TOKENS, **more)
-    return list(await kv.sidecar.prefixes.find(question))
+    return list(await kv.sidecar.prefixes.find(question, peer=peer))
 
 
 async def ended(kv: SidecarUnderTest) -> None:
