@@ -34,6 +34,7 @@ from contextcache.wire.rpc import CHANNEL_OPTIONS, GRACE_S, error_from_rpc, late
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
 from kv_sidecar.format.block_file import (
+    BlockFile,
     BlockFileWriter,
     BlockMeta,
     check_head,
@@ -48,6 +49,7 @@ from kv_sidecar.tiers.arena import MappedArena, open_arena, populate
 __all__ = [
     "ADAPTER_MARK",
     "TIER_NAMES",
+    "BlockFile",
     "BlockFileWriter",
     "BlockMeta",
     "EngineSidecarClient",
@@ -300,7 +302,9 @@ class EngineSidecarClient:
         return with_files(value_of(Manifest, answer.manifest)) if answer.HasField("manifest") else None, answer
 
     def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
-        """Yield blocks in the order asked for; closing the iterator ends the stream, and `end_load` their lease.
+        """Yield answers, each a block or, in slots, several (`more`); closing the iterator ends the stream.
+
+        `end_load` ends the lease.
 
         Raises CacheRefNotFound, FingerprintMismatch, CorruptBlock: each is a miss.
         """
@@ -308,9 +312,7 @@ class EngineSidecarClient:
             call: Any = self._line.stub.LoadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
         try:
             with _mapped_errors():
-                for answer in call:
-                    yield answer
-                    yield from answer.more
+                yield from call
         finally:
             call.cancel()
 

@@ -24,6 +24,8 @@ from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, en
 FORMAT = "context-cache-block-2"
 TENSOR = "pages"
 _CODEC = "codec"
+_DIGESTS = "digests"
+_DIGEST_DIGITS = 16
 _NO_CHECKSUM = "0" * 32
 _KINDS: dict[str, BlockKind] = {"block": "block", "tail": "tail"}
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
@@ -73,10 +75,15 @@ def tail_start(kind: BlockKind, group: str, first_token: int) -> int:
 class BlockFileWriter:
     """A block file being made in somebody's memory: `begin()`, fill `pages` in place, then `finish()`."""
 
-    def __init__(self, meta: BlockMeta, *, pages_bytes: int, codec: str = "") -> None:
-        """`codec`: how the pages are stored, as their engine spells it; empty: as they are."""
+    def __init__(self, meta: BlockMeta, *, pages_bytes: int, codec: str = "", num_digests: int = 0) -> None:
+        """`codec`: how the pages are stored, as their engine spells it; empty: as they are.
+
+        `num_digests`: length that `digests` will have.
+        """
         self._meta = meta
         self._codec = codec
+        self.digests: tuple[int, ...] = (0,) * num_digests
+        """Digest of each page as the engine had it; set before `finish()`."""
         self._shape = (pages_bytes,)
         self._start = len(self._head(_NO_CHECKSUM))
         self.size_bytes = self._start + pages_bytes
@@ -105,6 +112,8 @@ class BlockFileWriter:
 
     def _head(self, checksum: str) -> bytes:
         told = _metadata(self._meta, checksum) | ({_CODEC: self._codec} if self._codec else {})
+        if self.digests:
+            told[_DIGESTS] = "".join(f"{digest:0{_DIGEST_DIGITS}x}" for digest in self.digests)
         return encode_header(TensorHeader(TENSOR, "U8", self._shape, told))
 
 
@@ -121,6 +130,8 @@ class BlockFile:
         self.meta, self.checksum = _meta_of(header.metadata)
         self.codec = header.metadata.get(_CODEC, "")
         """How the pages are stored; empty: as they are."""
+        self.digests = _digests_of(header.metadata.get(_DIGESTS, ""))
+        """Digest of each page; empty: the engine made none."""
         self.pages: Pages = np.frombuffer(self.data[start:], dtype=np.uint8)
         self._tensor = self.data[start:]
 
@@ -191,6 +202,14 @@ def _metadata(meta: BlockMeta, checksum: str) -> dict[str, str]:
         "first_token": str(meta.first_token),
         "checksum": checksum,
     }
+
+
+def _digests_of(text: str) -> tuple[int, ...]:
+    try:
+        starts = range(0, len(text), _DIGEST_DIGITS)
+        return tuple(int(text[start : start + _DIGEST_DIGITS], 16) for start in starts)
+    except ValueError as exc:
+        raise CorruptBlock("the block's digests are malformed") from exc
 
 
 def _meta_of(metadata: Mapping[str, str]) -> tuple[BlockMeta, str]:

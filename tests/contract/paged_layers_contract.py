@@ -8,11 +8,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests.kit.digests import digests_of
 from tests.kit.paged_kv import CONTENT, HEADS, NUM_BLOCKS, ORDERS, TOKENS, HostKind, Kind, empty_pages, equal, paged
-from vllm_plugin.connector.copies.pages import PageCopy, PagedLayers, Pages, page_bytes
+from vllm_plugin.connector.copies.pages import Landed, PageCopy, PagedLayers, Pages, page_bytes
 
 HOST = HostKind()
 GUARD = 0xEE
@@ -33,6 +35,12 @@ def as_they_lie(tensor: torch.Tensor, block_ids: list[int], ratio: int) -> bytes
     return in_order.contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def by_block(layers: list[bytes], num_blocks: int) -> bytes:
+    """Return the bytes of several layers' blocks block by block."""
+    rows = [np.frombuffer(layer, dtype=np.uint8).reshape(num_blocks, -1) for layer in layers]
+    return np.concatenate(rows, axis=1).tobytes()
+
+
 class PagedLayersContract:
     """Subclass it with a `kind`."""
 
@@ -45,20 +53,19 @@ class PagedLayersContract:
         """Return pages, after a look at the bytes around them."""
         room = self.kind.room(len(block_ids) * page_bytes(layers.shapes[group]) + 2)
         room[:] = GUARD
-        layers.gather(PageCopy(group, block_ids, room[1:-1], len(block_ids), after=layers.fence()))
+        layers.gather([PageCopy(group, block_ids, room[1:-1], len(block_ids), after=layers.fence())])
 
         assert room[0] == room[-1] == GUARD
         return room[1:-1]
 
-    def scattered(self, layers: PagedLayers, pages: Pages, block_ids: list[int], *, first: int) -> bytes:
-        """Write the pages from `first` on over blocks; return what was told to be copied."""
+    def scattered(self, layers: PagedLayers, pages: Pages, block_ids: list[int], *, first: int) -> Landed:
+        """Write the pages from `first` on over blocks; return the proof."""
         room = self.kind.room(len(pages))
         room[:] = pages
-        room.flags.writeable = False  # as what is read of a file
-        num_pages, told = len(pages) // page_bytes(layers.shapes[0]), list[bytes]()
-        copy = PageCopy(0, block_ids, room, num_pages, first, layers.fence())
-        layers.scatter(copy, copied=lambda stretch: told.append(stretch.tobytes()))
-        return b"".join(told)
+        room.flags.writeable = False  # as a file's bytes
+        num_pages, proof = len(pages) // page_bytes(layers.shapes[0]), "digests" if layers.makes_digests else "checksum"
+        [landed] = layers.scatter([PageCopy(0, block_ids, room, num_pages, first, layers.fence(), proof=proof)])
+        return landed
 
     @settings(suppress_health_check=[HealthCheck.differing_executors])  # each kind is a test of its own
     @given(
@@ -89,11 +96,16 @@ class PagedLayersContract:
         before = {name: blocks(tensor, ratio).clone() for name, tensor in there.items()}
         source, skipped = source[:count], min(skipped, count)
         moved, kept = target[skipped:count], target[:skipped] + target[count:]
-        pages = self.gathered(self.opened(here), source).copy()
-        told = self.scattered(self.opened(there), pages, moved, first=skipped)
+        layers = self.opened(here)
+        pages = self.gathered(layers, source).copy()
+        landed = self.scattered(self.opened(there), pages, moved, first=skipped)
 
-        assert pages.tobytes() == b"".join(as_they_lie(tensor.cpu(), source, ratio) for tensor in here.values())
-        assert told == pages.tobytes()
+        own = [as_they_lie(tensor.cpu(), source, ratio) for tensor in here.values()]
+        assert pages.tobytes() == (b"".join(own) if len(layers.planes[0]) > 1 else by_block(own, count))
+        if layers.makes_digests:
+            assert landed.digests == digests_of(layers.planes[0], pages, count)[skipped:]
+        else:
+            assert landed.checksum == xxhash.xxh3_128_hexdigest(pages.tobytes())
         for name, tensor in there.items():
             assert torch.equal(blocks(tensor, ratio)[moved], blocks(here[name], ratio)[source[skipped:]])
             assert torch.equal(blocks(tensor, ratio)[kept], before[name][kept])
@@ -105,7 +117,7 @@ class PagedLayersContract:
         layers = self.opened(paged(order, ratio, place=self.kind.place))
         on_host = HOST.open(kv, NUM_BLOCKS, [list(kv)])
         expected = empty_pages(on_host, 4)
-        on_host.gather(PageCopy(0, [7, 1, 2, 9], expected, 4))
+        on_host.gather([PageCopy(0, [7, 1, 2, 9], expected, 4)])
 
         assert layers.shapes == on_host.shapes
         assert np.array_equal(self.gathered(layers, [7, 1, 2, 9]), expected)
@@ -146,22 +158,25 @@ class PagedLayersContract:
         for tensor in kv.values():
             assert torch.equal(blocks(tensor, 2)[[10, 0]], blocks(tensor, 2)[[6, 7]])
 
-    def test_what_is_told_to_be_copied_is_in_place(self) -> None:
-        """Who compares it afterwards must not compare before the copy: the bytes may change in between."""
-        kv = paged("LBHNC", place=self.kind.place)
-        layers = self.opened(kv)
-        pages = self.gathered(layers, [1, 2, 3]).copy()
-        room, in_place = self.kind.room(len(pages)), list[bool]()
-        room[:] = pages
+    def test_several_files_of_several_groups_come_in_one_call(self) -> None:
+        (tensor,) = paged("LBHNC", layers=1, place=self.kind.place).values()
+        layers, before = self.opened({"full": tensor, "window": tensor}, [["full"], ["window"]]), tensor.cpu().clone()
+        size = page_bytes(layers.shapes[0])
+        room = self.kind.room(6 * size)
+        parts = [(1, [1, 2]), (0, [9]), (1, [4, 3, 7])]
+        stretches = [room[: 2 * size], room[2 * size : 3 * size], room[3 * size :]]
+        copies = [
+            PageCopy(group, ids, pages, len(ids), after=layers.fence(), proof="digests")
+            for (group, ids), pages in zip(parts, stretches, strict=True)
+        ]
+        digests = layers.gather(copies)
+        tensor.zero_()
+        landed = layers.scatter(copies)
 
-        def look(stretch: Pages) -> None:
-            layer = kv[f"layer{len(in_place)}"].cpu()[[8, 9, 11]].numpy().tobytes()
-            in_place.append(stretch.tobytes().startswith(layer))
-
-        layers.scatter(PageCopy(0, [8, 9, 11], room, 3, after=layers.fence()), copied=look)
-
-        assert all(in_place)
-        assert in_place
+        assert torch.equal(tensor.cpu()[[1, 2, 9, 4, 3, 7]], before[[1, 2, 9, 4, 3, 7]])
+        if layers.makes_digests:
+            assert digests == [proof.digests for proof in landed]
+            assert digests == [digests_of([size], pages, len(pages) // size) for pages in stretches]
 
     def test_several_threads_copy_different_blocks_at_once(self) -> None:
         kv = paged("LBHNC", place=self.kind.place)
@@ -171,8 +186,8 @@ class PagedLayersContract:
         room = self.kind.room(4 * size)
         parts = [(list(range(3 * i, 3 * i + 3)), room[i * size : (i + 1) * size]) for i in range(4)]
         with ThreadPoolExecutor(4) as threads:
-            list(threads.map(lambda part: layers.gather(PageCopy(0, *part, 3, after=layers.fence())), parts))
+            list(threads.map(lambda part: layers.gather([PageCopy(0, *part, 3, after=layers.fence())]), parts))
             moved = [([(i - 3) % NUM_BLOCKS for i in ids], pages) for ids, pages in parts]
-            list(threads.map(lambda part: layers.scatter(PageCopy(0, *part, 3, after=layers.fence())), moved))
+            list(threads.map(lambda part: layers.scatter([PageCopy(0, *part, 3, after=layers.fence())]), moved))
 
         assert equal(kv.values(), expected.values())

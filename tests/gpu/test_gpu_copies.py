@@ -167,10 +167,10 @@ def test_a_context_of_a_real_model_comes_back_bit_by_bit(  # fixtures and parame
     for _ in range(5):
         began_s = time.perf_counter()
         for copy in copies(old):
-            layers.gather(copy)
+            layers.gather([copy])
         saved_s = time.perf_counter()
         for copy in copies(new):
-            layers.scatter(copy)
+            layers.scatter([copy])
         seconds.append((saved_s - began_s, time.perf_counter() - saved_s))
     rates = [arena.nbytes / sorted(times)[2] / 1e9 for times in zip(*seconds, strict=True)]
     said = (
@@ -201,8 +201,8 @@ def test_a_context_that_is_stored_in_fewer_bits_comes_back_nearly(
     arena = memory_of(layers.stored(0, num_pages, num_full).size_bytes)
     if registered:
         register(plain, arena, owners)
-    layers.gather(PageCopy(0, old, arena, num_pages, after=layers.fence(), num_full=num_full))
-    layers.scatter(PageCopy(0, new, arena, num_pages, after=layers.fence(), num_full=num_full))
+    layers.gather([PageCopy(0, old, arena, num_pages, after=layers.fence(), num_full=num_full)])
+    layers.scatter([PageCopy(0, new, arena, num_pages, after=layers.fence(), num_full=num_full)])
     torch.cuda.synchronize()
 
     for tensor in kv.values():
@@ -248,7 +248,7 @@ def test_a_save_brings_what_the_engine_writes_before_the_fence(
     torch.cuda._sleep(CYCLES)  # the engine's kernels come late
     kv.fill_(5)
     fence = layers.fence()
-    layers.gather(PageCopy(0, SHUFFLED, arena, 64, after=fence))
+    layers.gather([PageCopy(0, SHUFFLED, arena, 64, after=fence)])
 
     assert (arena == 5).all()
 
@@ -264,7 +264,7 @@ def test_a_load_waits_for_what_the_engine_does_before_the_fence(
     seen = kv.clone()
     kv.zero_()
     fence = layers.fence()
-    layers.scatter(PageCopy(0, SHUFFLED, arena, 64, after=fence))
+    layers.scatter([PageCopy(0, SHUFFLED, arena, 64, after=fence)])
     torch.cuda.synchronize()
 
     assert bool((seen == 3).all())
@@ -278,7 +278,7 @@ def test_the_engine_goes_on_while_pages_are_copied(one_layer: tuple[DeviceLayers
     fence, later = layers.fence(), torch.cuda.Event()
     torch.cuda._sleep(50 * CYCLES)
     later.record()
-    layers.gather(PageCopy(0, SHUFFLED, arena, 64, after=fence))
+    layers.gather([PageCopy(0, SHUFFLED, arena, 64, after=fence)])
     was_running = not later.query()
     torch.cuda.synchronize()
 
@@ -290,8 +290,8 @@ def test_the_device_is_asked_for_room_once(one_layer: tuple[DeviceLayers, torch.
     layers, _, arena = one_layer
     reserved = []
     for _ in range(3):
-        layers.gather(PageCopy(0, SHUFFLED, arena, 64, after=layers.fence()))
-        layers.scatter(PageCopy(0, SHUFFLED, arena, 64, after=layers.fence()))
+        layers.gather([PageCopy(0, SHUFFLED, arena, 64, after=layers.fence())])
+        layers.scatter([PageCopy(0, SHUFFLED, arena, 64, after=layers.fence())])
         reserved.append(torch.cuda.memory_reserved())
 
     assert reserved[0] == reserved[1] == reserved[2]
@@ -307,14 +307,14 @@ def test_some_blocks_of_a_file_leave_the_pages_of_others_alone(block_bytes: int,
     register(layers, arena, owners)
     pages = arena[: 3 * 16 * block_bytes]
     pages[:] = 77
-    layers.gather(PageCopy(0, [9, 3, 4, 60], pages, 16, first_page=5, after=layers.fence()))
+    layers.gather([PageCopy(0, [9, 3, 4, 60], pages, 16, first_page=5, after=layers.fence())])
     rows = pages.reshape(3, 16, block_bytes)
     for number, tensor in enumerate(kv.values()):
         assert np.array_equal(rows[number, 5:9], tensor[[9, 3, 4, 60]].cpu().numpy().reshape(4, block_bytes))
     assert (rows[:, :5] == 77).all()
     assert (rows[:, 9:] == 77).all()
 
-    layers.scatter(PageCopy(0, [20, 11, 12, 40], pages, 16, first_page=5, after=layers.fence()))
+    layers.scatter([PageCopy(0, [20, 11, 12, 40], pages, 16, first_page=5, after=layers.fence())])
     torch.cuda.synchronize()
     others = [block for block in range(64) if block not in {20, 11, 12, 40}]
     for name, tensor in kv.items():
@@ -327,9 +327,9 @@ def test_where_no_kernel_runs_small_blocks_come_one_by_one(monkeypatch: pytest.M
     kv = torch.arange(8 * 8192, device="cuda").view(torch.uint8).view(64, 1, 1, 8192)
     before = kv.clone()
     layers, arena = open_layers({"layer": kv}, 64, [["layer"]]), memory_of(64 * 8192)
-    layers.gather(PageCopy(0, SHUFFLED, arena, 64))
+    layers.gather([PageCopy(0, SHUFFLED, arena, 64)])
     kv.zero_()
-    layers.scatter(PageCopy(0, SHUFFLED, arena, 64, after=layers.fence()))
+    layers.scatter([PageCopy(0, SHUFFLED, arena, 64, after=layers.fence())])
     torch.cuda.synchronize()
 
     assert torch.equal(kv, before)
@@ -347,7 +347,7 @@ def test_memory_that_the_driver_refuses_is_staged(caplog: pytest.LogCaptureFixtu
         second.reach(arena.data, owner=owner)
         [line] = wait_until(lambda: list(caplog.records), what="a line in the log")
     arena[:] = 6
-    second.scatter(PageCopy(0, range(8), arena, 8, after=second.fence()))
+    second.scatter([PageCopy(0, range(8), arena, 8, after=second.fence())])
     torch.cuda.synchronize()
 
     assert "cudaHostRegister" in line.__dict__["reason"]

@@ -104,7 +104,8 @@ class EngineRank:
             borrower="" if self.arena is None else self.arena.borrower,
         )
         tiers, data, done = set(), bytearray(), []
-        for response in self.client.load_blocks(request, 10):
+        answers = self.client.load_blocks(request, 10)
+        for response in (one for answer in answers for one in (answer, *answer.more)):
             tiers.add(response.tier)
             if response.WhichOneof("payload") == "slot":
                 file = parse_block_file(self.view(response.slot))

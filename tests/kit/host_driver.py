@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from typing_extensions import override
 
-from vllm_plugin.connector.copies.cuda_copies import Addresses, Driver
+from vllm_plugin.connector.copies.cuda_copies import Addresses, Block, Driver
+from vllm_plugin.connector.copies.digest import page_digests
 from vllm_plugin.connector.copies.pages import Fence, Pages
 
 
@@ -27,6 +28,8 @@ class HostDriver(Driver):
         self.submitted: list[tuple[Fence, int]] = []
         """What each batch waits for, and its bytes."""
         self.num_copies = 0
+        self.num_waits = 0
+        self.num_digest_calls = 0
         self.num_staged = 0
         self.num_going = 0
         """Batches that are not waited for."""
@@ -52,11 +55,31 @@ class HostDriver(Driver):
         self.submitted.append((after, int(sizes.sum())))
         self.num_copies += len(sizes)
         self.num_going += 1
+        is_done = False
 
         def wait() -> None:
+            nonlocal is_done
+            self.num_waits += 1
+            if is_done:
+                return
+            is_done = True
             for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
-                ctypes.memmove(target, source, size)
+                self.copy(target, source, size)
             self.num_going -= 1
+
+        return wait
+
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        """Copy one stretch; tests of a bad link replace this."""
+        ctypes.memmove(target, source, size_bytes)
+
+    @override
+    def digest(self, blocks: Sequence[Block]) -> Callable[[], Addresses]:
+        self.num_digest_calls += 1
+
+        def wait() -> Addresses:
+            self.num_waits += 1
+            return torch.cat([page_digests(planes, torch.tensor(ids)) for planes, ids in blocks]).numpy()
 
         return wait
 

@@ -31,9 +31,9 @@ OLD, NEW = list(range(1, 1 + NUM_PAGES)), list(range(31, 31 + NUM_PAGES))
 PROMPT = random.Random(4).choices(range(400), k=620)
 
 
-@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.thorough)], ids=["arena", "frames"])
-def sidecar(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SidecarProcess]:
-    process = SidecarProcess(tmp_path, block_tokens=BLOCK_TOKENS, memory_limit_bytes=(16 << 20) * request.param)
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[SidecarProcess]:
+    process = SidecarProcess(tmp_path, block_tokens=BLOCK_TOKENS, memory_limit_bytes=16 << 20)
     process.start()
     yield process
     process.kill()

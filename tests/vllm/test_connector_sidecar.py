@@ -39,12 +39,11 @@ from vllm_plugin.connector.engine_check import LayerGroup
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module", params=["fake-arena", "fake-frames", "real-arena", "real-frames"])
+@pytest.fixture(scope="module", params=["fake", "real"])
 def door(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     """One sidecar for all tests: each test's ranks run a model of their own, which shares no block with another's."""
-    kind, _, way = request.param.partition("-")
-    arena_bytes = 64 << 20 if way == "arena" else 0
-    if kind == "fake":
+    arena_bytes = 64 << 20
+    if request.param == "fake":
         fake = FakeSidecar(block_tokens=BLOCK_TOKENS, arena_bytes=arena_bytes)
         yield Door(lambda timeout_s: fake, lambda on_gone: fake.arena)
     else:
@@ -194,14 +193,17 @@ def test_parallel_loads_that_memory_cannot_hold_use_disk_and_none_is_computed(tm
 
 
 def _open_late(rank: Rank, together: threading.Barrier) -> None:
-    """Have a rank's load take all answers before it opens the first file, and all ranks open at the same time."""
+    """Have a rank's first load take all answers before it opens a file, and all ranks open at the same time."""
     link = rank.side._link.sidecar.get()
-    load_blocks = link.load_blocks
+    load_blocks, is_first = link.load_blocks, [True]
 
     def buffered(request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
-        answers = list(load_blocks(request, timeout_s))
-        if request.borrower:
-            together.wait(60)
+        try:
+            answers = list(load_blocks(request, timeout_s))
+        finally:
+            if is_first.pop():
+                together.wait(60)
+            is_first.append(False)
         yield from answers
 
     link.load_blocks = buffered

@@ -23,9 +23,9 @@ ROUNDS, AT_ONCE = 3, 4
 BLOCK_TOKENS = 64
 
 
-@pytest.fixture(params=[1 << 20, 0], ids=["arena", "frames"])
-def sidecar(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SidecarProcess]:
-    process = SidecarProcess(tmp_path, block_tokens=BLOCK_TOKENS, memory_limit_bytes=request.param)
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[SidecarProcess]:
+    process = SidecarProcess(tmp_path, block_tokens=BLOCK_TOKENS, memory_limit_bytes=1 << 20)
     process.start()
     yield process
     process.kill()

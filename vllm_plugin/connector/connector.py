@@ -162,8 +162,8 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     @classmethod
     @override
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """One contiguous page per layer and block."""
-        return "LBHNC"
+        """Ask a GPU for blocks with all their layers side by side: one copy moves a block. The CPU knows one layout."""
+        return "LBHNC" if vllm_config.device_config.device_type == "cpu" else "BLNHC"
 
     @override
     def shutdown(self) -> None:

@@ -39,6 +39,10 @@ class Arena(Protocol):
         """Return a stretch of it. Raises ValueError for one that is not inside."""
         ...
 
+    def generation(self, offset: int) -> int:
+        """Return the counter of the slot that begins there: the sidecar raises it before it lends the slot again."""
+        ...
+
 
 OpenArena: TypeAlias = Callable[[Callable[[], None]], Arena]
 """Borrow the sidecar's arena; what is passed is called when the sidecar has gone. Raises OSError."""

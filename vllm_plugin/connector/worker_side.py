@@ -97,7 +97,7 @@ class WorkerSide:
         weights = weights_identity(self._vllm_config) or ("named" if epoch != WEIGHTS_UNNAMED else None)
         shapes = [shape for own in layers.shapes for shape in own]
         facts = engine_facts(self._vllm_config, groups, shapes, weights=weights, weights_epoch=epoch)
-        spelled = canonical_json(facts | page_orders(shapes) | codec)
+        spelled = canonical_json(facts | page_orders(layers) | codec)
         self.facts = RankFacts(fingerprint(spelled), spelled, parallel.rank, parallel.world_size, groups)
         self._link.introduce(self.facts)
         self._loader = Loader(
@@ -148,7 +148,7 @@ class WorkerSide:
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a load to end, where one is under way; 0: not at all. Only for a step that computes nothing."""
-        if timeout_s and any(not (future.done() or load.end.is_claimed) for load, future in self._loads):
+        if timeout_s and any(not (future.done() or load.is_over) for load, future in self._loads):
             self._results.wait(timeout_s)
 
     def start(self, loads: Sequence[LoadPlan], saves: Sequence[SavePlan], overtaken: Collection[str] = ()) -> None:
@@ -226,7 +226,7 @@ class WorkerSide:
             # cancel() succeeds only for work no thread has begun: what runs reports itself.
             if now_ms >= save.deadline_ms and future.cancel() and self._saver is not None:
                 self._saver.skip(save, "prepare_deadline")
-        self._loads = [entry for entry in self._loads if not (entry[1].done() or entry[0].end.is_claimed)]
+        self._loads = [entry for entry in self._loads if not (entry[1].done() or entry[0].is_over)]
         self._saves = [entry for entry in self._saves if not entry[1].done()]
         self._hanging = [future for future in self._hanging if not future.done()]
 
@@ -235,7 +235,7 @@ class WorkerSide:
         assert self._loader is not None, "it began a load"
         was_queued = future.cancel()
         self._loader.fail(load, "load_deadline")
-        if load.end.is_claimed and not was_queued:
+        if load.is_over and not was_queued:
             self._hanging.append(future)
 
     def _greet(self) -> None:

@@ -53,7 +53,8 @@ def copies(client: EngineSidecarClient, arena: MappedArena, manifest: Manifest) 
     try:
         yield {
             keys[answer.block_index]: arena.view(answer.slot.offset, answer.slot.size_bytes)
-            for answer in client.load_blocks(request, _CALL_S)
+            for whole in client.load_blocks(request, _CALL_S)
+            for answer in (whole, *whole.more)
             if answer.WhichOneof("payload") == "slot"
         }
     finally:

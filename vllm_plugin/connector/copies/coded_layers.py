@@ -18,8 +18,19 @@ import numpy as np
 from typing_extensions import override
 
 from contextcache.model import KVKind
+from kv_sidecar.client import new_checksum
 from vllm_plugin.connector.copies.codec import DTYPES, PageCodec, Rows
-from vllm_plugin.connector.copies.pages import Copied, Fence, LayerShape, PageCopy, PagedLayers, Pages, Stored, split
+from vllm_plugin.connector.copies.pages import (
+    Fence,
+    Landed,
+    LayerShape,
+    PageCopy,
+    PagedLayers,
+    Pages,
+    Spent,
+    Stored,
+    split,
+)
 
 
 class CodedLayers(PagedLayers):
@@ -28,18 +39,21 @@ class CodedLayers(PagedLayers):
     def __init__(self, layers: PagedLayers, kinds: Sequence[KVKind], name: str) -> None:
         """`kinds` of the groups; `name`: of the codec."""
         self._layers = layers
-        self.shapes = layers.shapes
+        self.shapes, self.planes = layers.shapes, layers.planes
         self.uncoded: list[str] = []
         """Why groups are stored as they are, each a short fixed phrase."""
-        self._codecs = [self._codecs_of(kind, own, name) for kind, own in zip(kinds, layers.shapes, strict=True)]
+        groups = zip(kinds, layers.shapes, layers.planes, strict=True)
+        self._codecs = [self._codecs_of(kind, own, planes, name) for kind, own, planes in groups]
         self._own = threading.local()
 
-    def _codecs_of(self, kind: KVKind, shapes: Sequence[LayerShape], name: str) -> list[PageCodec]:
+    def _codecs_of(
+        self, kind: KVKind, shapes: Sequence[LayerShape], planes: Sequence[int], name: str
+    ) -> list[PageCodec]:
         dtypes = {shape.dtype for shape in shapes}
         if reason := "state" if kind == "state" else "" if len(dtypes) == 1 and dtypes <= DTYPES.keys() else "dtype":
             self.uncoded.append(reason)
             return []
-        return [PageCodec(name, shape.dtype, shape.page_bytes) for shape in shapes]
+        return [PageCodec(name, shapes[0].dtype, size) for size in planes]
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -68,35 +82,41 @@ class CodedLayers(PagedLayers):
         return Stored(plain.size_bytes - num_full * saved, told)
 
     @override
-    def gather(self, copy: PageCopy) -> None:
+    def gather(self, copies: Sequence[PageCopy]) -> list[tuple[int, ...]]:
         """Raise NotFinite when there is a number that cannot be coded."""
-        if not (self._codecs[copy.group] and copy.num_full):
-            self._layers.gather(copy)
-            return
-        room = self._room(copy)
-        self._layers.gather(replace(copy, pages=room))
-        for layer in self._parts(copy, room):
-            layer.codec.encode(layer.pages[layer.coded_pages], layer.coded)
-            layer.uncoded[:] = layer.pages[layer.uncoded_pages]
+        for copy in copies:
+            if not (self._codecs[copy.group] and copy.num_full):
+                self._layers.gather([copy])
+                continue
+            room = self._room(copy)
+            self._layers.gather([replace(copy, pages=room)])
+            for layer in self._parts(copy, room):
+                layer.codec.encode(layer.pages[layer.coded_pages], layer.coded)
+                layer.uncoded[:] = layer.pages[layer.uncoded_pages]
+        return [()] * len(copies)
 
     @override
-    def scatter(self, copy: PageCopy, *, copied: Copied = lambda _: None) -> None:
-        if not (self._codecs[copy.group] and copy.num_full):
-            self._layers.scatter(copy, copied=copied)
-            return
-        room = self._room(copy)
-        for layer in self._parts(copy, room):
-            layer.codec.decode(layer.coded, layer.pages[layer.coded_pages])
-            layer.pages[layer.uncoded_pages] = layer.uncoded
-            copied(layer.stored)
-        self._layers.scatter(replace(copy, pages=room))
+    def scatter(self, copies: Sequence[PageCopy], spent: Spent | None = None) -> list[Landed]:
+        landed: list[Landed] = []
+        for copy in copies:
+            if not (self._codecs[copy.group] and copy.num_full):
+                landed += self._layers.scatter([copy], spent)
+                continue
+            room, checksum = self._room(copy), new_checksum()
+            for layer in self._parts(copy, room):
+                layer.codec.decode(layer.coded, layer.pages[layer.coded_pages])
+                layer.pages[layer.uncoded_pages] = layer.uncoded
+                checksum.update(layer.stored)
+            self._layers.scatter([replace(copy, pages=room, proof="")], spent)
+            landed.append(Landed(checksum.hexdigest()))
+        return landed
 
     def _parts(self, copy: PageCopy, room: Pages) -> Iterator[_LayerPart]:
         """Yield each layer's part of a copy: the pages that move."""
         full, start = copy.num_full, 0
         first, last = copy.first_page, copy.first_page + len(copy.block_ids)
         coded, uncoded = slice(min(first, full), min(last, full)), slice(max(first, full), max(last, full))
-        rows = split(self.shapes[copy.group], room, copy.num_pages)
+        rows = split(self.planes[copy.group], room, copy.num_pages)
         for codec, pages in zip(self._codecs[copy.group], rows, strict=True):
             middle = start + full * codec.coded_bytes
             end = middle + (copy.num_pages - full) * codec.page_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -12,7 +13,17 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from typing_extensions import override
 
-from vllm_plugin.connector.copies.pages import Copied, Fence, LayerShape, PageCopy, PagedLayers, Pages, page_bytes
+from kv_sidecar.client import new_checksum
+from vllm_plugin.connector.copies.pages import (
+    Fence,
+    Landed,
+    LayerShape,
+    PageCopy,
+    PagedLayers,
+    Pages,
+    Spent,
+    page_bytes,
+)
 
 Blocks: TypeAlias = npt.NDArray[np.uint8]
 """`[layers, blocks, …page] u8`"""
@@ -27,8 +38,9 @@ class HostLayers(PagedLayers):
     """KV in host memory."""
 
     def __init__(self, shapes: tuple[tuple[LayerShape, ...], ...], views: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Take the layers' tensors, by group, as uint8 `[B, …]`."""
+        """Take the planes, by group, as uint8 `[B, …]`."""
         self.shapes = shapes
+        self.planes = tuple(tuple(view[0].numel() for view in own) for own in views)
         self._held = views
         """A band keeps the memory of its first layer alone from being freed."""
         self._bands = [_bands([view.numpy() for view in own]) for own in views]
@@ -42,28 +54,40 @@ class HostLayers(PagedLayers):
         return
 
     @override
-    def gather(self, copy: PageCopy) -> None:
-        parts, ids = runs(copy.block_ids), np.asarray(copy.block_ids, dtype=np.int64)
-        for blocks, _, rows in self._stretches(copy):
-            if len(parts) > _RUNS_MAX:
-                for layer, into in zip(blocks, rows, strict=True):
-                    # mode="clip" writes straight into `into`; the default makes a copy first. The ids are in range.
-                    np.take(layer, ids, axis=0, out=into, mode="clip")
-                continue
-            for start, length, step in parts:
-                rows[:, start : start + length] = blocks[:, _span(copy.block_ids[start], length, step)]
+    def gather(self, copies: Sequence[PageCopy]) -> list[tuple[int, ...]]:
+        for copy in copies:
+            parts, ids = runs(copy.block_ids), np.asarray(copy.block_ids, dtype=np.int64)
+            for blocks, _, rows in self._stretches(copy):
+                if len(parts) > _RUNS_MAX:
+                    for layer, into in zip(blocks, rows, strict=True):
+                        # mode="clip" writes straight into `into`; the default makes a copy first. Ids are in range.
+                        np.take(layer, ids, axis=0, out=into, mode="clip")
+                    continue
+                for start, length, step in parts:
+                    rows[:, start : start + length] = blocks[:, _span(copy.block_ids[start], length, step)]
+        return [()] * len(copies)
 
     @override
-    def scatter(self, copy: PageCopy, *, copied: Copied = lambda _: None) -> None:
-        parts, ids = runs(copy.block_ids), np.asarray(copy.block_ids, dtype=np.int64)
-        for blocks, pages, rows in self._stretches(copy):
-            if len(parts) > _RUNS_MAX:
-                for layer, of_layer in zip(blocks, rows, strict=True):
-                    layer[ids] = of_layer
-            else:
-                for start, length, step in parts:
-                    blocks[:, _span(copy.block_ids[start], length, step)] = rows[:, start : start + length]
-            copied(pages)
+    def scatter(self, copies: Sequence[PageCopy], spent: Spent | None = None) -> list[Landed]:
+        """Compare nothing: return the checksum of the bytes behind their copy, while a core has them in its cache."""
+        spent = spent or Spent()
+        began_s, landed = time.perf_counter(), list[Landed]()
+        for copy in copies:
+            parts, ids, checksum = runs(copy.block_ids), np.asarray(copy.block_ids, dtype=np.int64), new_checksum()
+            for blocks, pages, rows in self._stretches(copy):
+                if len(parts) > _RUNS_MAX:
+                    for layer, of_layer in zip(blocks, rows, strict=True):
+                        layer[ids] = of_layer
+                else:
+                    for start, length, step in parts:
+                        blocks[:, _span(copy.block_ids[start], length, step)] = rows[:, start : start + length]
+                if copy.proof:
+                    checked_s = time.perf_counter()
+                    checksum.update(pages)
+                    spent.verify_s += time.perf_counter() - checked_s
+            landed.append(Landed(checksum.hexdigest() if copy.proof else ""))
+        spent.copy_s += time.perf_counter() - began_s
+        return landed
 
     def _stretches(self, copy: PageCopy) -> Iterator[tuple[Blocks, Pages, Blocks]]:
         """Yield some layers' blocks, all their pages in the copy, and of those the ones that are copied."""

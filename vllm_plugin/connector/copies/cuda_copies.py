@@ -1,15 +1,17 @@
 """Copies between pages and KV on a GPU: lists of addresses, carried out by its driver beside the engine's work.
 
-Pages in registered memory (the arena) are copied to and from where they are; others go through pinned memory of ours.
-What follows from a GPU's being there is behind `Driver`; a twin of it on the CPU passes the same tests.
+All files of a call are one list. It goes to the driver in few *waves*, on one stream, and the digests of the blocks are
+made behind them. Pages in registered memory (the arena) are copied to and from where they are, and the host reads none
+of their bytes. Other pages go file by file through pinned memory. `Driver` is all that needs a GPU; a twin of it on the
+CPU passes the same tests.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice, pairwise
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -17,17 +19,29 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from vllm_plugin.connector.copies.pages import Copied, Fence, LayerShape, PageCopy, PagedLayers, Pages, split
+from kv_sidecar.client import new_checksum
+from vllm_plugin.connector.copies.pages import (
+    Fence,
+    Landed,
+    LayerShape,
+    PageCopy,
+    PagedLayers,
+    Pages,
+    Spent,
+    split,
+)
 from vllm_plugin.connector.copies.registered_memory import RegisteredMemory, Registrar
 
-_BATCH_BYTES = 8 << 20
-"""Of whole layers, submitted together: what is copied is compared while the next ones are on their way."""
+WAVE_BYTES = 256 << 20
+"""Bytes of one call of the driver: a link needs 5 ms for them, so the cost of a call does not count."""
 
 Addresses: TypeAlias = npt.NDArray[np.int64]
+Block: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[int]]
+"""Planes of a group, uint8 `[blocks, …]`, and the ids of blocks in them."""
 
 
 class Driver(Registrar, Protocol):
-    """What is asked of a device. Faults of the driver are RuntimeErrors."""
+    """Calls of a device. Faults of the driver are RuntimeErrors. A thread's calls are carried out in order."""
 
     def fence(self) -> Fence:
         """Return a point in the stream of the calling thread, behind all that it has been given."""
@@ -36,10 +50,14 @@ class Driver(Registrar, Protocol):
     def submit(
         self, sources: Addresses, targets: Addresses, sizes: Addresses, *, after: Fence, from_device: bool
     ) -> Callable[[], None]:
-        """Begin to copy so many bytes each, not before `after`; return what waits for the end.
+        """Begin to copy so many bytes each, not before `after`; return a function that waits for the end.
 
         Raises RuntimeError when it cannot; then nothing is being copied any more.
         """
+        ...
+
+    def digest(self, blocks: Sequence[Block]) -> Callable[[], Addresses]:
+        """Begin to make the digests of blocks behind the thread's copies; return a function that waits for them."""
         ...
 
     def staging(self, size_bytes: int) -> Pages:
@@ -50,16 +68,17 @@ class Driver(Registrar, Protocol):
 class DeviceLayers(PagedLayers):
     """KV on a device."""
 
+    files_at_once = 1 << 20
+    makes_digests = True
+
     def __init__(
         self, shapes: tuple[tuple[LayerShape, ...], ...], views: Sequence[Sequence[torch.Tensor]], driver: Driver
     ) -> None:
-        """Take the layers' tensors, by group, as uint8 `[B, …]` with axes in the order of their strides."""
+        """Take the planes, by group, as uint8 `[B, …]` with axes in the order of their strides."""
         self.shapes = shapes
+        self.planes = tuple(tuple(view[0].numel() for view in own) for own in views)
         self._views = views  # held: their addresses are used
-        self._alike = [
-            _alike([_Blocks.of(view, shape.page_bytes) for view, shape in zip(own, of, strict=True)])
-            for own, of in zip(views, shapes, strict=True)
-        ]
+        self._alike = [_alike([_Blocks.of(view) for view in own]) for own in views]
         self._driver = driver
         self._registered = RegisteredMemory(driver)
 
@@ -72,93 +91,151 @@ class DeviceLayers(PagedLayers):
         self._registered.add(memory, owner=owner)
 
     @override
-    def gather(self, copy: PageCopy) -> None:
-        if self._registered.holds(copy.pages):
-            self._move(copy, copy.pages, from_device=True)
-            return
-        staging = self._driver.staging(copy.pages.nbytes)
-        self._move(copy, staging, from_device=True)
-        filled = slice(copy.first_page, copy.first_page + len(copy.block_ids))
-        shapes = self.shapes[copy.group]
-        for rows, staged in zip(*(split(shapes, flat, copy.num_pages) for flat in (copy.pages, staging)), strict=True):
-            rows[filled] = staged[filled]
+    def gather(self, copies: Sequence[PageCopy]) -> list[tuple[int, ...]]:
+        asked = [replace(copy, proof="digests") for copy in copies]
+        if all(self._registered.holds(copy.pages) for copy in asked):
+            return [landed.digests for landed in self._moved(asked, Spent(), from_device=True)]
+        digests = []
+        for copy in asked:
+            staging = self._driver.staging(copy.pages.nbytes)
+            digests += [
+                landed.digests for landed in self._moved([replace(copy, pages=staging)], Spent(), from_device=True)
+            ]
+            filled, planes = slice(copy.first_page, copy.first_page + len(copy.block_ids)), self.planes[copy.group]
+            for rows, staged in zip(
+                *(split(planes, flat, copy.num_pages) for flat in (copy.pages, staging)), strict=True
+            ):
+                rows[filled] = staged[filled]
+        return digests
 
     @override
-    def scatter(self, copy: PageCopy, *, copied: Copied = lambda _: None) -> None:
-        host = copy.pages
-        if not self._registered.holds(host):
-            host = self._driver.staging(copy.pages.nbytes)
-            np.copyto(host, copy.pages)
-        self._move(copy, host, from_device=False, copied=copied)
+    def scatter(self, copies: Sequence[PageCopy], spent: Spent | None = None) -> list[Landed]:
+        spent = spent or Spent()
+        if all(self._registered.holds(copy.pages) for copy in copies):
+            return self._moved(copies, spent, from_device=False)
+        landed: list[Landed] = []
+        for copy in copies:
+            staging = self._driver.staging(copy.pages.nbytes)
+            np.copyto(staging, copy.pages)
+            landed += self._moved([replace(copy, pages=staging)], spent, from_device=False)
+        return landed
 
-    def _move(self, copy: PageCopy, host: Pages, *, from_device: bool, copied: Copied = lambda _: None) -> None:
-        """Copy, and have `copied` called with what the device has read, behind its reading."""
-        going = deque[tuple[Pages, Callable[[], None]]]()
+    def _moved(self, copies: Sequence[PageCopy], spent: Spent, *, from_device: bool) -> list[Landed]:
+        """Copy in waves; return proofs of what the device has read, made behind its reading."""
+        began_s, worked_s = time.perf_counter(), time.thread_time()
+        digested = [copy for copy in _by_group(copies) if copy.proof == "digests"]
+        blocks = [(self._views[group], _ids(several)) for group, several in groupby(digested, key=_group)]
+        waits: list[Callable[[], object]] = []
         try:
-            for stretch, chunks in self._batches(copy, host):
-                ends = (chunks.on_device, chunks.on_host) if from_device else (chunks.on_host, chunks.on_device)
-                wait = self._driver.submit(*ends, chunks.sizes, after=copy.after, from_device=from_device)
-                going.append((stretch, wait))
-            while going:
-                stretch, wait = going[0]
-                wait()
-                going.popleft()
-                copied(stretch)
+            for wave in self._chunks(_by_group(copies)).waves():
+                ends = (wave.on_device, wave.on_host) if from_device else (wave.on_host, wave.on_device)
+                waits.append(self._driver.submit(*ends, wave.sizes, after=copies[0].after, from_device=from_device))
+            take_digests = self._driver.digest(blocks) if blocks else None
+            submitted_s = time.perf_counter()
+            spent.submit_s += submitted_s - began_s
+            spent.gil_s += max(submitted_s - began_s - (time.thread_time() - worked_s), 0)
         finally:
-            # Whatever went wrong: the blocks are the caller's again when nobody touches them any more.
-            for _, wait in going:
+            # Whatever went wrong: the blocks are the caller's again when nothing touches them any more.
+            for wait in waits:
                 wait()
+        made = iter(take_digests().view(np.uint64).tolist() if take_digests is not None else ())
+        digests = {id(copy): tuple(islice(made, len(copy.block_ids))) for copy in digested}
+        copied_s = time.perf_counter()
+        spent.copy_s += copied_s - submitted_s
+        landed = [
+            Landed(_checksum(copy) if copy.proof == "checksum" else "", digests.get(id(copy), ())) for copy in copies
+        ]
+        spent.verify_s += time.perf_counter() - copied_s
+        return landed
 
-    def _batches(self, copy: PageCopy, host: Pages) -> Iterator[tuple[Pages, _Chunks]]:
-        """Yield stretches of all pages, with the chunks of the blocks that belong to them."""
-        ids = np.asarray(copy.block_ids, dtype=np.int64)
-        assert copy.first_page + len(ids) <= copy.num_pages, "pages of those blocks"
-        start = 0
-        for layers in self._alike[copy.group]:
-            row_bytes = copy.num_pages * layers.page_bytes
-            within = layers.within(ids)
-            at_once = -(-_BATCH_BYTES // row_bytes)
-            for first in range(0, len(layers.addresses), at_once):
-                on_device = layers.addresses[first : first + at_once]
-                on_host = host.ctypes.data + start + np.arange(len(on_device)) * row_bytes
-                end = start + len(on_device) * row_bytes
-                yield host[start:end], within.of(on_device, on_host + copy.first_page * layers.page_bytes)
-                start = end
+    def _chunks(self, copies: Sequence[PageCopy]) -> _Chunks:
+        """Return the chunks of all blocks of all files, plane by plane; copies are in the order of their groups."""
+        found = []
+        for group, several in groupby(copies, key=_group):
+            own = list(several)
+            assert all(copy.first_page + len(copy.block_ids) <= copy.num_pages for copy in own), "pages of those blocks"
+            assert all(copy.pages.nbytes == copy.num_pages * sum(self.planes[group]) for copy in own), "all planes"
+            lengths = [len(copy.block_ids) for copy in own]
+            pages = _Pages(
+                ids=np.array(_ids(own), dtype=np.int64),
+                base=np.repeat([copy.pages.ctypes.data for copy in own], lengths),
+                count=np.repeat([copy.num_pages for copy in own], lengths),
+                position=np.concatenate([copy.first_page + np.arange(len(copy.block_ids)) for copy in own]),
+            )
+            start = 0
+            for alike in self._alike[group]:
+                found.append(alike.chunks(pages, start))
+                start += len(alike.addresses) * alike.page_bytes
+        return _Chunks(*(np.concatenate(lists) for lists in zip(*(each.lists for each in found), strict=True)))
+
+
+def _group(copy: PageCopy) -> int:
+    return copy.group
+
+
+def _by_group(copies: Sequence[PageCopy]) -> list[PageCopy]:
+    return sorted(copies, key=_group)
+
+
+def _ids(copies: Iterable[PageCopy]) -> list[int]:
+    return [block for copy in copies for block in copy.block_ids]
+
+
+def _checksum(copy: PageCopy) -> str:
+    checksum = new_checksum()
+    checksum.update(copy.pages)
+    digest: str = checksum.hexdigest()
+    return digest
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Pages of one group, one entry for each: block id, start of the file's pages, their number, place among them."""
+
+    ids: Addresses
+    base: Addresses
+    count: Addresses
+    position: Addresses
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Stretches of device memory in the order of the bytes of pages, and where those are."""
+    """Stretches of device memory, and the stretches of host memory that belong to them."""
 
     on_device: Addresses
     on_host: Addresses
     sizes: Addresses
 
-    def of(self, on_device: Addresses, on_host: Addresses) -> _Chunks:
-        """Return those of several layers that begin there, where these are of one that begins at 0 in both places."""
-        return _Chunks(
-            (on_device[:, None] + self.on_device).ravel(),
-            (on_host[:, None] + self.on_host).ravel(),
-            np.tile(self.sizes, len(on_device)),
-        )
+    @property
+    def lists(self) -> tuple[Addresses, Addresses, Addresses]:
+        """The three lists."""
+        return self.on_device, self.on_host, self.sizes
+
+    def waves(self) -> Iterator[_Chunks]:
+        """Yield parts of `WAVE_BYTES` or a chunk more."""
+        ends = np.cumsum(self.sizes)
+        inner = np.searchsorted(ends, np.arange(WAVE_BYTES, ends[-1] if len(ends) else 0, WAVE_BYTES)) + 1
+        for first, last in pairwise([0, *inner.tolist(), len(ends)]):
+            if first < last:
+                yield _Chunks(*(numbers[first:last] for numbers in self.lists))
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Where the blocks of layers are that differ in nothing but where they begin."""
+    """Places of the blocks of planes that differ in nothing but their addresses."""
 
     addresses: Addresses
-    """One for each layer."""
+    """Address of each plane."""
     num_blocks: int
     block_bytes: int
-    """From one to the next: padding and other layers included."""
+    """Distance from one block to the next, with padding and other planes."""
     page_bytes: int
     offsets: tuple[int, ...]
-    """Of a block's chunks."""
+    """Offsets of a block's chunks."""
     chunk_bytes: int
 
     @classmethod
-    def of(cls, view: torch.Tensor, page_bytes: int) -> _Blocks:
+    def of(cls, view: torch.Tensor) -> _Blocks:
         axes = [axis for axis in range(1, view.dim()) if view.shape[axis] > 1]
         chunk_bytes, offsets = 1, np.zeros(1, dtype=np.int64)
         while axes and view.stride(axes[-1]) == chunk_bytes:
@@ -166,23 +243,28 @@ class _Blocks:
         for axis in axes:
             offsets = (offsets[:, None] + np.arange(view.shape[axis]) * view.stride(axis)).ravel()
         address = np.array([view.data_ptr()], dtype=np.int64)
-        return cls(address, view.shape[0], view.stride(0), page_bytes, tuple(offsets.tolist()), chunk_bytes)
+        return cls(address, view.shape[0], view.stride(0), view[0].numel(), tuple(offsets.tolist()), chunk_bytes)
 
     @property
     def geometry(self) -> tuple[object, ...]:
-        """What layers have in common that are treated as one."""
+        """Values that are equal in planes that are treated as one."""
         return self.num_blocks, self.block_bytes, self.page_bytes, self.offsets, self.chunk_bytes
 
-    def within(self, ids: npt.NDArray[np.int64]) -> _Chunks:
-        """Return the chunks of some blocks of a layer at 0, their pages from 0 on; neighbours in both are one.
+    def chunks(self, pages: _Pages, start: int) -> _Chunks:
+        """Return the chunks of pages in all planes; `start`: bytes of a page in the planes before. Neighbours are one.
 
         Raises IndexError for a block that is none: the driver would write anywhere.
         """
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self.num_blocks:
+        if len(pages.ids) and not 0 <= pages.ids.min() <= pages.ids.max() < self.num_blocks:
             raise IndexError("block id out of range")
-        addresses = (ids[:, None] * self.block_bytes + np.array(self.offsets, dtype=np.int64)).ravel()
-        sizes = np.full_like(addresses, self.chunk_bytes)
-        return _Chunks(*joined(addresses, np.arange(len(sizes)) * self.chunk_bytes, sizes))
+        of_block = pages.ids[:, None] * self.block_bytes + np.array(self.offsets, dtype=np.int64)
+        of_page = (pages.base + pages.position * self.page_bytes)[:, None] + np.arange(
+            len(self.offsets)
+        ) * self.chunk_bytes
+        before = (start + np.arange(len(self.addresses)) * self.page_bytes)[:, None] * pages.count
+        on_device = self.addresses[:, None, None] + of_block
+        on_host = of_page + before[:, :, None]
+        return _Chunks(*joined(on_device.ravel(), on_host.ravel(), np.full(on_device.size, self.chunk_bytes)))
 
 
 def _alike(layers: Sequence[_Blocks]) -> list[_Blocks]:

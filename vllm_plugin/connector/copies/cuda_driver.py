@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from typing_extensions import override
 
-from vllm_plugin.connector.copies.cuda_copies import Addresses, Driver, joined
+from vllm_plugin.connector.copies.cuda_copies import Addresses, Block, Driver, joined
+from vllm_plugin.connector.copies.digest import page_digests
 from vllm_plugin.connector.copies.pages import Fence, Pages
 from vllm_plugin.connector.engine_check import UncarriedEngine
 
 log = logging.getLogger(__name__)
 
-_COPIES_MAX = 4096
-"""In one call of the driver: ROCm's faults above 8 192 (vLLM 0.32 v1/simple_kv_offload/cuda_mem_ops.py)."""
+_COPIES_MAX = 4096 if torch.version.hip else 1 << 30
+"""Copies in one call of the driver: ROCm's faults above 8 192 (vLLM 0.32 v1/simple_kv_offload/cuda_mem_ops.py)."""
+_ROOM_BYTES = 32 << 20
+"""Bytes of small copies that are brought together at once: the room is taken from the engine's device."""
 
 _SMALL_BYTES = 28 << 10
 """Copies of less, on the average, are brought together on the device (THRESHOLD_BYTES of vLLM 0.32
@@ -48,6 +51,7 @@ class CudaDriver(Driver):
         self._device = device
         self._own = threading.local()
         self._kernel = self._tried_kernel()
+        self._digests = self._tried_digests()
 
     @override
     def fence(self) -> Fence:
@@ -59,9 +63,7 @@ class CudaDriver(Driver):
     def submit(
         self, sources: Addresses, targets: Addresses, sizes: Addresses, *, after: Fence, from_device: bool
     ) -> Callable[[], None]:
-        if not hasattr(self._own, "stream"):
-            self._own.stream = torch.cuda.Stream(self._device)
-        stream: Any = self._own.stream
+        stream = self._stream()
         if after is not None:
             stream.wait_event(after)
         held: list[torch.Tensor] = []
@@ -82,14 +84,54 @@ class CudaDriver(Driver):
 
         return wait
 
+    @override
+    def digest(self, blocks: Sequence[Block]) -> Callable[[], Addresses]:
+        stream, done = self._stream(), torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(stream):
+            try:
+                found = [self._digests(planes, self._on_device(ids)) for planes, ids in blocks]
+                together = torch.cat(found).to("cpu", non_blocking=True) if found else torch.empty(0, dtype=torch.int64)
+                done.record(stream)
+            except BaseException:
+                stream.synchronize()
+                raise
+
+        def wait() -> Addresses:
+            done.synchronize()
+            digests: Addresses = together.numpy()
+            found.clear()
+            return digests
+
+        return wait
+
+    def _on_device(self, ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(ids, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
+
+    def _stream(self) -> Any:
+        """Return this thread's stream: its copies and digests are carried out in order."""
+        if not hasattr(self._own, "stream"):
+            self._own.stream = torch.cuda.Stream(self._device)
+        return self._own.stream
+
     def _copy(
         self, sources: Addresses, targets: Addresses, sizes: Addresses, held: list[torch.Tensor], *, from_device: bool
     ) -> None:
         """Give the current stream copies, directly or by way of room on the device; `held` lives until they are done.
 
-        Room is used again by the thread's next batch, behind this one in the stream.
+        The next part of the thread's copies uses the room again, behind this one in the stream.
         """
-        room = self._room(sources, targets, sizes)
+        if not self._are_small(sources, targets, sizes):
+            self._cross(sources, targets, sizes, held, from_device=from_device)
+            return
+        part = max(_ROOM_BYTES // int(sizes.max()), 1)
+        for start in range(0, len(sizes), part):
+            own = slice(start, start + part)
+            self._copy_small(sources[own], targets[own], sizes[own], held, from_device=from_device)
+
+    def _copy_small(
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, held: list[torch.Tensor], *, from_device: bool
+    ) -> None:
+        room = self._room(int(sizes.sum()))
         if room is None:
             self._cross(sources, targets, sizes, held, from_device=from_device)
             return
@@ -122,12 +164,14 @@ class CudaDriver(Driver):
         num_jobs = jobs.shape[1]
         self._kernel[(min(num_jobs, _PROGRAMS_MAX),)](*lists, num_jobs, BYTES_PER_CHUNK=_CHUNK_BYTES)
 
-    def _room(self, sources: Addresses, targets: Addresses, sizes: Addresses) -> torch.Tensor | None:
-        """Return memory of the device for such copies, this thread's until it asks again; None: they go directly."""
-        size_bytes = int(sizes.sum())
-        if self._kernel is None or hasattr(self._own, "is_refused") or size_bytes >= _SMALL_BYTES * len(sizes):
-            return None
-        if int(np.bitwise_or.reduce(sources | targets | sizes)) % _WORD_BYTES:
+    def _are_small(self, sources: Addresses, targets: Addresses, sizes: Addresses) -> bool:
+        if self._kernel is None or int(sizes.sum()) >= _SMALL_BYTES * len(sizes):
+            return False
+        return not int(np.bitwise_or.reduce(sources | targets | sizes)) % _WORD_BYTES
+
+    def _room(self, size_bytes: int) -> torch.Tensor | None:
+        """Return memory of the device, this thread's until it asks again; None where there is none."""
+        if getattr(self._own, "is_refused", False):
             return None
         if not hasattr(self._own, "room") or self._own.room.numel() < size_bytes:
             try:
@@ -136,7 +180,8 @@ class CudaDriver(Driver):
                 log.warning("GPU memory too small to gather KV", extra={"size_bytes": size_bytes})
                 self._own.is_refused = True  # by thread: another may be about to use the kernel
                 return None
-        return self._own.room
+        room: torch.Tensor = self._own.room
+        return room
 
     def _tried_kernel(self) -> Any:
         """Return vLLM's kernel, compiled; None where it does not run."""
@@ -155,6 +200,22 @@ class CudaDriver(Driver):
             reason = f"{type(exc).__name__}: {exc}"
         log.warning("no kernel on the GPU, KV of small blocks is copied slowly", extra={"reason": reason})
         return None
+
+    def _tried_digests(self) -> Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]:
+        """Return the kernel that makes digests if its digests are right, else torch's operations."""
+        try:
+            from vllm_plugin.connector.copies.digest_kernel import page_digests_by_kernel  # it imports Triton
+
+            with torch.cuda.device(self._device):
+                plane = torch.arange(1 << 14, dtype=torch.int64, device=self._device).view(torch.uint8).view(2, -1)
+                ids = torch.tensor([1, 0], device=self._device)
+                if torch.equal(page_digests_by_kernel([plane], ids), page_digests([plane], ids)):
+                    return page_digests_by_kernel
+                reason = "the digests differ"
+        except Exception as exc:  # noqa: BLE001  # any error of a compiler and its cache
+            reason = f"{type(exc).__name__}: {exc}"
+        log.warning("no digest kernel on the GPU, torch makes the digests", extra={"reason": reason})
+        return page_digests
 
     @override
     def register(self, address: int, size_bytes: int) -> None:

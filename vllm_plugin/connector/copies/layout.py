@@ -43,7 +43,7 @@ def open_layers(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, groups: 
 def layer_views(
     kv_caches: Mapping[str, torch.Tensor], num_blocks: int, groups: Sequence[Sequence[str]]
 ) -> tuple[tuple[tuple[LayerShape, ...], ...], list[list[torch.Tensor]]]:
-    """Return the layers' shapes and, of each, uint8 `[num_blocks, *axes in the order of the shape]`.
+    """Return the layers' shapes and, of each plane, uint8 `[num_blocks, *axes in the order of the shape]`.
 
     Layers of a group that share another's tensor (cross-layer sharing) are left out: their bytes are already there.
     """
@@ -58,7 +58,7 @@ def layer_views(
         if not own:
             raise UncarriedEngine("no_layers", "the engine registered no KV layers")
         shapes.append(tuple(shape for shape, _ in own.values()))
-        views.append([view for _, view in own.values()])
+        views.append(_planes([view for _, view in own.values()]))
     return tuple(shapes), views
 
 
@@ -73,6 +73,18 @@ def _layer(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[LayerShape
     order = "".join(LOGICAL[axis - 1] for axis in axes)
     dtype = str(tensor.dtype).removeprefix("torch.")
     return LayerShape(name, ratio, heads, tokens, content_bytes, order, dtype), view.permute(0, *axes)
+
+
+def _planes(views: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return one view of all layers, `[num_blocks, bytes]`, where their pages lie side by side in each block."""
+    first, size = views[0], views[0][0].numel()
+    is_one = len(views) > 1 and first.stride(0) >= len(views) * size and first[0].is_contiguous()
+    for position, view in enumerate(views):
+        is_alike = (view.shape, view.stride()) == (first.shape, first.stride())
+        is_next = view.data_ptr() == first.data_ptr() + position * size
+        is_there = view.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        is_one = is_one and is_alike and is_next and is_there
+    return [first.as_strided((len(first), len(views) * size), (first.stride(0), 1))] if is_one else views
 
 
 def _in_memory(view: torch.Tensor) -> list[int]:

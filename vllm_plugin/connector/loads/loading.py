@@ -1,7 +1,11 @@
-"""One load: block files from the sidecar into the engine's blocks. Runs in a transfer thread, never in a step.
+"""One load: block files from slots of the arena into the engine's blocks. Runs in a transfer thread, never in a step.
 
-Whatever goes wrong, the request's id is reported, and only after this thread has stopped writing to its blocks:
-from then on the engine may compute into them or give them to somebody else.
+Every load ends once: the engine hears its request's id, well or badly, and only when no thread writes to its blocks.
+From then on the engine may compute into them or give them to another request. States of a load: `PHASES`.
+
+A file is copied first and compared behind its copy, by digests of the blocks where they landed or by the checksum of
+the slot's bytes. The slot's generation is compared too: a process that was stopped loses its lease, and with it the
+slot. Where something differs the load runs once more, and the sidecar compares every byte before it names a slot.
 """
 
 from __future__ import annotations
@@ -13,19 +17,21 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
 from opentelemetry.trace import Span, get_current_span
 
 from contextcache.clock import Clock
-from contextcache.errors import ContextCacheError, CorruptBlock, SidecarUnavailable
+from contextcache.errors import ContextCacheError, CorruptBlock, SidecarUnavailable, StorageFull
+from contextcache.phases import Phases
 from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import NO_TRACER, Tracer, fail
-from kv_sidecar.client import check_head, new_checksum, parse_block_file
-from vllm_plugin.connector.copies.pages import Fence, PageCopy, PagedLayers, page_bytes
+from kv_sidecar.client import BlockFile, check_head, parse_block_file
+from vllm_plugin.connector.copies.pages import Fence, PageCopy, PagedLayers, Spent, page_bytes
 from vllm_plugin.connector.metadata import LoadPlan, Piece
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -37,79 +43,107 @@ from vllm_plugin.crash_points import BEFORE_LOAD, BETWEEN_LOADED_BLOCKS
 log = logging.getLogger(__name__)
 
 _COPIES_AT_ONCE = 2
-"""Block files that one load copies and compares at a time: two threads copy nearly twice as fast as one."""
-_COPY_AHEAD = 4
-"""Those, and as many that wait for their turn."""
+"""Parts of loads that are copied at once: two threads copy nearly twice as fast as one."""
+_ROOM_PAUSE_S, _ROOM_TRIES = 0.02, 25
+"""Pause in seconds before a load asks again for room, and tries without any: another load holds it for some 20 ms."""
+_PARTS_AHEAD = 4
+"""Parts of one load that are copied or wait for a thread."""
 
 
-@dataclass(slots=True)
-class _Progress:
-    """What has been injected so far."""
+class LoadPhase(Enum):
+    """Phase of a load in the worker."""
 
-    size_bytes: int = 0
-    tier: pb.Tier.ValueType = pb.TIER_UNSPECIFIED
-    terms: Terms | None = None
-    """Terms under which it is injected; None: not known yet."""
-    lease_id: str = ""
-    """Of slots that are not read any more, but whose lease nobody has ended."""
-
-
-class LoadEnd:
-    """Who says how a load has ended: the thread that carries it out, or the engine's when that thread hangs.
-
-    A sidecar can keep a load for ever. The engine takes its blocks back then, but never while somebody writes to them.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        """Held for a few lines only."""
-        self._num_writing = 0
-        self.is_claimed = False
-        """Whether it was said."""
-
-    def claim(self) -> bool:
-        """Return True once, for the first; False while a thread of the load's is writing. Never waits."""
-        with self._lock:
-            if self._num_writing or self.is_claimed:
-                return False
-            self.is_claimed = True
-            return True
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Keep the end from being claimed meanwhile. Raises SidecarUnavailable when it was."""
-        with self._lock:
-            if self.is_claimed:
-                raise SidecarUnavailable("the load was cancelled")
-            self._num_writing += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_writing -= 1
+    QUEUED = "queued"
+    """No thread writes to the blocks."""
+    WRITING = "writing"
+    """`num_writing` threads write to the blocks."""
+    ABANDONED = "abandoned"
+    """The load has failed, and a thread still writes: the blocks go back when it stops."""
+    ENDED = "ended"
+    """The engine has the blocks again."""
 
 
-@dataclass(frozen=True, slots=True)
+PHASES = Phases(
+    [
+        ((LoadPhase.QUEUED, LoadPhase.WRITING), "a thread begins to write", LoadPhase.WRITING),
+        ((LoadPhase.WRITING,), "the last thread stops", LoadPhase.QUEUED),
+        ((LoadPhase.WRITING,), "fail", LoadPhase.ABANDONED),
+        ((LoadPhase.ABANDONED,), "the last thread stops", LoadPhase.ENDED),
+        ((LoadPhase.QUEUED,), "fail", LoadPhase.ENDED),
+        ((LoadPhase.QUEUED,), "succeed", LoadPhase.ENDED),
+    ]
+)
+
+
+@dataclass(slots=True, eq=False)
 class Load:
-    """A plan with what the worker adds to it."""
+    """A plan with the worker's state of it. The lock is held for a few lines only."""
 
     plan: LoadPlan
     fence: Fence
     deadline_ms: int
-    """On the worker's monotonic clock."""
-    end: LoadEnd = field(default_factory=LoadEnd)
+    """Deadline on the worker's monotonic clock."""
+    phase: LoadPhase = LoadPhase.QUEUED
+    num_writing: int = 0
+    reason: str = ""
+    """Reason of a failure, a short fixed phrase."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is copied."""
+        return self.phase in (LoadPhase.ABANDONED, LoadPhase.ENDED)
+
+    def end(self, reason: str) -> bool:
+        """Succeed, or fail for a reason; return whether the blocks are the engine's by this call. Never waits."""
+        event = "fail" if reason else "succeed"
+        with self.lock:
+            if not PHASES.allows(self.phase, event):
+                return False
+            self.phase, self.reason = PHASES.after(self.phase, event), reason
+            return self.phase is LoadPhase.ENDED
+
+    def begin_writing(self) -> None:
+        """Keep the blocks from going back. Raises SidecarUnavailable when the load is over."""
+        event = "a thread begins to write"
+        with self.lock:
+            if not PHASES.allows(self.phase, event):
+                raise SidecarUnavailable("the load was cancelled")
+            self.phase, self.num_writing = PHASES.after(self.phase, event), self.num_writing + 1
+
+    def stop_writing(self) -> bool:
+        """Return whether the blocks are the engine's by this call: it had abandoned the load."""
+        with self.lock:
+            self.num_writing -= 1
+            if not self.num_writing:
+                self.phase = PHASES.after(self.phase, "the last thread stops")
+            return self.phase is LoadPhase.ENDED
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """One whole block file."""
+@dataclass(slots=True)
+class _Progress:
+    """State of a load's copies."""
 
-    block_index: int
-    tier: pb.Tier.ValueType
-    data: memoryview
-    in_slot: bool
-    vouched: str
-    """Checksum the manifest vouches for; empty: it vouches for none."""
+    size_bytes: int = 0
+    tier: pb.Tier.ValueType = pb.TIER_UNSPECIFIED
+    terms: Terms | None = None
+    """Terms of the link under which it is copied; None: not known yet."""
+    lease_id: str = ""
+    """Lease of slots that are copied; the report ends it."""
+    is_full: bool = False
+    """Whether the arena had no room for the rest of the last call's files."""
+    first_slot_s: float = 0.0
+    """Wait for the sidecar's first answer."""
+    spent: Spent = field(default_factory=Spent)
+
+
+class _Arrival(NamedTuple):
+    """A file in a slot, and the copy it is for."""
+
+    piece: Piece
+    answer: pb.LoadBlocksResponse
+    block: BlockFile
+    copy: PageCopy
 
 
 class Loader:
@@ -135,8 +169,8 @@ class Loader:
         self._reporter = reporter
         self._counters = counters
         self._clock = clock
-        self._readers = ThreadPoolExecutor(_COPIES_AT_ONCE, thread_name_prefix="context-cache-reads")
-        """Bounded by the loads: each has at most `_COPY_AHEAD` files here."""
+        self._copiers = ThreadPoolExecutor(_COPIES_AT_ONCE, thread_name_prefix="context-cache-reads")
+        """Bounded by the loads: each has at most `_PARTS_AHEAD` parts here."""
 
     def open(self, plan: LoadPlan, fence: Fence) -> Load:
         """Give a plan its deadline; it runs from now, waiting in the queue included."""
@@ -145,8 +179,8 @@ class Loader:
         return Load(plan, fence, self._clock.now_ms() + allowed_ms)
 
     def close(self) -> None:
-        """Drop what waits to be read; what is being read ends by itself."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        """Drop parts that wait to be copied; a part that is being copied ends by itself."""
+        self._copiers.shutdown(wait=False, cancel_futures=True)
 
     def run(self, load: Load) -> None:
         """Load, then report: first to the engine, then to the sidecar. Raises nothing."""
@@ -172,8 +206,7 @@ class Loader:
             log.exception("load failed unexpectedly", extra={"cache_ref": load.plan.cache_ref})
             self.fail(load, "internal_error")
         else:
-            span.set_attribute("contextcache.size_bytes", progress.size_bytes)
-            self._succeed(load, progress)
+            self._succeed(load, progress, span)
         self._end_lease(progress)
 
     def _end_lease(self, progress: _Progress) -> None:
@@ -182,54 +215,74 @@ class Loader:
             self._reporter.end_load(lease_id)
 
     def fail(self, load: Load, reason: str) -> None:
-        """Hand the request back to be computed, unless its end was told or a thread is writing to its blocks.
+        """Hand the request back to be computed: now, or when the last thread stops writing to its blocks.
 
         Never waits: the engine's thread calls it for loads that never ran, or that hang.
         """
-        if not load.end.claim():
-            return
-        plan = load.plan
-        self._counters.add("failed_loads", reason)
-        fail(get_current_span(), reason)
-        self._results.end_load(plan.engine_request_id, is_failed=True)
-        log.warning("load failed", extra={"cache_ref": plan.cache_ref, "reason": reason})
-        self._report(plan, pb.LOAD_OUTCOME_FAILED, _Progress(), reason)
+        if load.end(reason):
+            self._tell_failed(load)
 
-    def _succeed(self, load: Load, progress: _Progress) -> None:
-        if not load.end.claim():
+    def _tell_failed(self, load: Load) -> None:
+        plan = load.plan
+        self._counters.add("failed_loads", load.reason)
+        fail(get_current_span(), load.reason)
+        self._results.end_load(plan.engine_request_id, is_failed=True)
+        log.warning("load failed", extra={"cache_ref": plan.cache_ref, "reason": load.reason})
+        self._report(plan, pb.LOAD_OUTCOME_FAILED, _Progress(), load.reason)
+
+    def _succeed(self, load: Load, progress: _Progress, span: Span) -> None:
+        if not load.end(""):
             return
+        spent = progress.spent
+        steps = {"submit": spent.submit_s, "gil": spent.gil_s, "copy": spent.copy_s, "verify": spent.verify_s}
+        for name, seconds in (steps | {"first_slot": progress.first_slot_s}).items():
+            span.set_attribute(f"contextcache.{name}_ms", round(seconds * 1000, 3))
+        span.set_attribute("contextcache.size_bytes", progress.size_bytes)
         self._counters.add("loads")
         self._counters.add("loaded_bytes", amount=progress.size_bytes)
         self._results.end_load(load.plan.engine_request_id)
         self._report(load.plan, pb.LOAD_OUTCOME_LOADED, progress, "")
 
     def _copy(self, load: Load, progress: _Progress) -> None:
-        terms = progress.terms = self._link.terms()
+        progress.terms = self._link.terms()
+        arena = progress.terms.arena
+        if arena is None:
+            raise StorageFull("the sidecar has no arena")
         crash_point(BEFORE_LOAD)
         try:
-            for pieces in self._batches(load.plan.pieces, terms.arena):
-                self._copy_pieces(terms, load, progress, pieces)
+            self._copy_all(arena, load, progress, verify=False)
         except CorruptBlock as exc:
-            if terms.arena is None:
-                raise
-            # A copy in memory is bad, or a file on disk, and would be at every load. In frames the sidecar compares
-            # the bytes: it drops the one and serves the disk's, or puts the other aside.
-            log.warning("load repeated in frames", extra={"cache_ref": load.plan.cache_ref})
+            # A copy in memory is bad, or a file on disk, and would be at every load: the sidecar drops or quarantines
+            # it when it compares.
+            log.warning("load repeated after a comparison", extra={"cache_ref": load.plan.cache_ref})
             self._counters.add("renewed_loads")
             self._end_lease(progress)
             progress.size_bytes, progress.tier = 0, pb.TIER_UNSPECIFIED
             try:
-                self._copy_pieces(replace(terms, arena=None), load, progress, load.plan.pieces)
+                self._copy_all(arena, load, progress, verify=True)
             except ContextCacheError:
                 raise exc from None
 
-    def _batches(self, pieces: Sequence[Piece], arena: Arena | None) -> Iterator[Sequence[Piece]]:
+    def _copy_all(self, arena: Arena, load: Load, progress: _Progress, *, verify: bool) -> None:
+        """Copy all pieces. Where the arena has no room for the rest, copied pieces make room. Raises StorageFull."""
+        for batch in self._batches(load.plan.pieces, arena):
+            asked, num_tries = batch, 0
+            while asked:
+                left = self._copy_pieces(arena, load, progress, asked, verify=verify)
+                num_tries = num_tries + 1 if len(left) == len(asked) else 0
+                if num_tries == _ROOM_TRIES:
+                    raise StorageFull("the arena has no room for a block that is on disk")
+                if num_tries:
+                    time.sleep(_ROOM_PAUSE_S)
+                asked = left
+
+    def _batches(self, pieces: Sequence[Piece], arena: Arena) -> Iterator[Sequence[Piece]]:
         """Yield all pieces at once; of a context that the arena cannot hold, as many as a quarter of it has room for.
 
-        Each batch has a lease of its own: what was copied makes room for what comes after the next one.
+        Each batch has a lease of its own, so that its slots make room for the batch after the next one.
         """
         sizes = [self._piece_bytes(piece) for piece in pieces]
-        limit_bytes = arena.size_bytes // 4 if arena is not None and sum(sizes) > arena.size_bytes else sum(sizes)
+        limit_bytes = arena.size_bytes // 4 if sum(sizes) > arena.size_bytes else sum(sizes)
         start, size_bytes = 0, 0
         for index, size in enumerate(sizes):
             if index > start and size_bytes + size > limit_bytes:
@@ -238,11 +291,13 @@ class Loader:
             size_bytes += size
         yield pieces[start:]
 
-    def _copy_pieces(self, terms: Terms, load: Load, progress: _Progress, asked: Sequence[Piece]) -> None:
-        """Copy pieces, in place under a lease until they are copied.
+    def _copy_pieces(
+        self, arena: Arena, load: Load, progress: _Progress, asked: Sequence[Piece], *, verify: bool
+    ) -> Sequence[Piece]:
+        """Copy pieces under one lease; return those that the arena has no room for.
 
-        A few files are copied and compared at once. All have ended when this returns or raises: a thread that wrote
-        later would write into blocks that are somebody else's.
+        Each answer names the slots that are at hand: all of them when they are in memory. All copies have ended when
+        this returns or raises: a thread that wrote later would write into blocks that are another request's.
         """
         plan = load.plan
         pieces, lease_id = {piece.block_index: piece for piece in asked}, secrets.token_hex(16)
@@ -252,83 +307,105 @@ class Loader:
             fingerprint=plan.fingerprint,
             rank=self._link.facts.rank,
             block_indices=list(pieces),
-            borrower="" if terms.arena is None else terms.arena.borrower,
+            borrower=arena.borrower,
             lease_id=lease_id,
             lease_ms=max(int(self._remaining_s(load) * 1000), 1),
+            verify=verify,
         )
-        copying = deque[tuple[Piece, _Arrival, Future[None]]]()
-        answers = self._link.sidecar.get().load_blocks(request, self._remaining_s(load))
+        copying = deque[tuple[Future[None], Sequence[_Arrival]]]()
+        progress.is_full = False
         try:
-            for arrival in self._arrivals(answers, terms):
-                self._remaining_s(load)
-                piece = pieces.pop(arrival.block_index, None)
-                if piece is None:
-                    raise CorruptBlock("the sidecar sent a block that was not requested")
-                copying.append((piece, arrival, self._readers.submit(self._inject, load, piece, arrival)))
-                # What came in frames is held whole: one at a time.
-                while len(copying) >= (_COPY_AHEAD if arrival.in_slot else 1):
-                    self._took(load, progress, *copying.popleft())
+            for files in self._answers(request, load, progress):
+                arrivals = [self._arrival(arena, load, pieces, file) for file in files]
+                for start in range(0, len(arrivals), self._layers.files_at_once):
+                    part = arrivals[start : start + self._layers.files_at_once]
+                    copying.append((self._copiers.submit(self._write, arena, load, part, progress.spent), part))
+                    while len(copying) >= _PARTS_AHEAD:
+                        self._took(load, progress, *copying.popleft())
             while copying:
                 self._took(load, progress, *copying.popleft())
         finally:
-            # One that was cancelled by somebody else is never said to be done.
-            wait([future for _, _, future in copying if not future.cancel()])
-            if len(asked) < len(plan.pieces):  # the next batch needs their room
+            # A future that another thread cancelled never ends.
+            wait([future for future, _ in copying if not future.cancel()])
+            if progress.is_full or len(asked) < len(plan.pieces):  # the next call needs their room
                 with suppress(ContextCacheError):
                     self._link.sidecar.get().end_load(lease_id)
             else:
                 progress.lease_id = lease_id
-        if pieces:
-            raise CorruptBlock("the sidecar sent fewer blocks than requested")
+        if pieces and not progress.is_full:
+            raise CorruptBlock("the sidecar named fewer blocks than requested")
+        return list(pieces.values())
 
-    def _took(self, load: Load, progress: _Progress, piece: Piece, arrival: _Arrival, future: Future[None]) -> None:
-        """Note a block file that was injected, once it is."""
+    def _answers(
+        self, request: pb.LoadBlocksRequest, load: Load, progress: _Progress
+    ) -> Iterator[Sequence[pb.LoadBlocksResponse]]:
+        """Yield files that are named together; end early, with a note, where the arena has no room for the next."""
+        asked_s, is_first = time.perf_counter(), True
+        try:
+            for answer in self._link.sidecar.get().load_blocks(request, self._remaining_s(load)):
+                if is_first:
+                    progress.first_slot_s, is_first = progress.first_slot_s + time.perf_counter() - asked_s, False
+                self._remaining_s(load)
+                yield answer, *answer.more
+        except StorageFull:
+            progress.is_full = True
+
+    def _took(self, load: Load, progress: _Progress, future: Future[None], part: Sequence[_Arrival]) -> None:
+        """Note files that are copied, once they are."""
         future.result()
         crash_point(BETWEEN_LOADED_BLOCKS)
-        progress.tier = max(progress.tier, arrival.tier)
-        progress.size_bytes += self._piece_bytes(piece)
+        progress.tier = max(progress.tier, *(arrival.answer.tier for arrival in part))
+        progress.size_bytes += sum(self._piece_bytes(arrival.piece) for arrival in part)
         self._remaining_s(load)
 
-    def _arrivals(self, answers: Iterator[pb.LoadBlocksResponse], terms: Terms) -> Iterator[_Arrival]:
-        """Yield block files as they come, whole: in slots, or put together from frames."""
-        data = bytearray()
-        for answer in answers:
-            arrive = partial(_Arrival, answer.block_index, answer.tier, vouched=answer.checksum)
-            if answer.WhichOneof("payload") == "slot":
-                yield arrive(self._slot(answer.slot, terms.arena), in_slot=True)
-                continue
-            data += answer.frame
-            if len(data) > terms.block_size_bytes_max:
-                raise CorruptBlock("the sidecar sent more bytes than a block has")
-            if answer.last_frame:
-                yield arrive(memoryview(data), in_slot=False)
-                data = bytearray()
-
-    @staticmethod
-    def _slot(slot: pb.Slot, arena: Arena | None) -> memoryview:
+    def _arrival(self, arena: Arena, load: Load, pieces: dict[int, Piece], answer: pb.LoadBlocksResponse) -> _Arrival:
+        """Compare a file's head with the plan. Raises CorruptBlock."""
+        if answer.WhichOneof("payload") != "slot":
+            raise SidecarUnavailable("the sidecar knows no such borrower of its arena")
+        piece = pieces.pop(answer.block_index, None)
+        if piece is None:
+            raise CorruptBlock("the sidecar named a block that was not requested")
         try:
-            return memoryview(b"") if arena is None else arena.view(slot.offset, slot.size_bytes)
+            data = arena.view(answer.slot.offset, answer.slot.size_bytes)
         except ValueError as exc:
             raise CorruptBlock("the sidecar named an offset outside its arena") from exc
-
-    def _inject(self, load: Load, piece: Piece, arrival: _Arrival) -> None:
-        """Copy one file's pages into the engine's blocks, and compare every byte where it has been copied from.
-
-        In that order, so that a slot that became somebody else's before it was copied is noticed: the lease of a
-        process that was stopped ends without it.
-        """
-        expected, group = load.plan.meta(piece, self._link.facts.rank), piece.file.group
-        block = parse_block_file(arrival.data)
-        check_head(block.meta, block.checksum, expected, vouched=arrival.vouched)
+        block, group = parse_block_file(data), piece.file.group
+        expected = load.plan.meta(piece, self._link.facts.rank)
+        check_head(block.meta, block.checksum, expected, vouched=answer.checksum)
         if (block.pages.nbytes, block.codec) != self._layers.stored(group, piece.num_pages, piece.num_full):
             raise CorruptBlock("the block's pages have a different size or codec than this engine")
-        checksum = new_checksum()
-        with load.end.writing():
-            pages, first = block.pages, piece.first_page
-            copy = PageCopy(group, piece.block_ids, pages, piece.num_pages, first, load.fence, piece.num_full)
-            self._layers.scatter(copy, copied=checksum.update)
-        if checksum.hexdigest() != block.checksum:
-            raise CorruptBlock("the block's checksum is wrong")
+        is_digested = self._layers.makes_digests and len(block.digests) == piece.num_pages
+        copy = PageCopy(
+            group,
+            piece.block_ids,
+            block.pages,
+            piece.num_pages,
+            piece.first_page,
+            load.fence,
+            piece.num_full,
+            "digests" if is_digested else "checksum",
+        )
+        return _Arrival(piece, answer, block, copy)
+
+    def _write(self, arena: Arena, load: Load, part: Sequence[_Arrival], spent: Spent) -> None:
+        """Copy files' pages into the engine's blocks, then compare. Raises CorruptBlock.
+
+        In that order, so that a slot that was lent to another writer before it was copied is noticed.
+        """
+        load.begin_writing()
+        try:
+            landed = self._layers.scatter([arrival.copy for arrival in part], spent)
+        finally:
+            if load.stop_writing():
+                self._tell_failed(load)
+        for (_, answer, block, copy), proof in zip(part, landed, strict=True):
+            moved = slice(copy.first_page, copy.first_page + len(copy.block_ids))
+            found = proof.digests if copy.proof == "digests" else proof.checksum
+            expected = block.digests[moved] if copy.proof == "digests" else block.checksum
+            if found != expected:
+                raise CorruptBlock("the block's digest or checksum is wrong")
+            if arena.generation(answer.slot.offset) != answer.slot.generation:
+                raise CorruptBlock("the slot was lent to another writer")
 
     def _piece_bytes(self, piece: Piece) -> int:
         return len(piece.block_ids) * page_bytes(self._layers.shapes[piece.file.group])

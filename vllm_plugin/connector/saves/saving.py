@@ -178,7 +178,9 @@ class Saver:
         for index in missing:
             piece = plan.piece(index, files[index])
             pages_bytes, codec = self._layers.stored(piece.file.group, piece.num_pages, piece.num_full)
-            wanted.append((piece, BlockFileWriter(plan.meta(piece, rank), pages_bytes=pages_bytes, codec=codec)))
+            num_digests = piece.num_pages if self._layers.makes_digests else 0
+            meta = plan.meta(piece, rank)
+            wanted.append((piece, BlockFileWriter(meta, pages_bytes=pages_bytes, codec=codec, num_digests=num_digests)))
         if any(file.size_bytes > terms.block_size_bytes_max for _, file in wanted):
             raise StorageFull(f"a block has more than the sidecar's limit of {terms.block_size_bytes_max} bytes")
         if any(file.size_bytes > self.hand_over.budget.limit_bytes for _, file in wanted):
@@ -242,7 +244,7 @@ class Saver:
             file.writer.begin(memoryview(bytearray(file.writer.size_bytes)) if file.loan is None else file.loan.view)
             pages, ids = file.writer.pages, piece.block_ids
             copy = PageCopy(piece.file.group, ids, pages, len(ids), after=save.fence, num_full=piece.num_full)
-            self._layers.gather(copy)
+            [file.writer.digests] = self._layers.gather([copy])
         except BaseException as exc:
             self.hand_over.drop([file])
             if isinstance(exc, NotFinite):

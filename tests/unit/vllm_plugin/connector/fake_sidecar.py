@@ -20,6 +20,7 @@ from contextcache.errors import (
     FingerprintMismatch,
     SaveIncomplete,
     SidecarUnavailable,
+    StorageFull,
 )
 from contextcache.model import KVGroup, Manifest, plain_group
 from contextcache.v1 import kv_sidecar_pb2 as pb
@@ -31,9 +32,6 @@ from kv_sidecar.resolve import Question, Resolution
 from kv_sidecar.tiers.memory import Memory, Place, Slot
 from vllm_plugin.connector.metadata import common_prefix
 from vllm_plugin.connector.sidecar_link import Arena
-
-FRAME_BYTES = 700
-"""Small, so that a block takes several frames."""
 
 
 class FailedCall(grpc.RpcError):
@@ -66,6 +64,7 @@ class FakeArena(Arena):
             raise ValueError("outside the arena")
         return self._memory.region.view[offset : offset + size_bytes]
 
+    @override
     def generation(self, offset):
         return self._memory.region.generation(offset)
 
@@ -253,25 +252,24 @@ class FakeSidecar(EngineSidecarClient):
         self.leases.add(request.lease_id)
         if manifest.fingerprint != request.fingerprint:
             raise FingerprintMismatch("other KV")
-        names = self._names(manifest)
+        names, answers, is_full = self._names(manifest), list[pb.LoadBlocksResponse](), False
         for index in self.answered_indices(request.block_indices):
             self._arrive("load_block")
             data = self.files[names[index]]
             self.served_bytes += len(data)
-            if request.borrower and (slot := self._in_slot(request.lease_id, data)):
-                yield pb.LoadBlocksResponse(
-                    block_index=index, tier=pb.TIER_HOST, slot=slot, last_frame=True, checksum=self.vouched(data)
-                )
-                continue
-            for start in range(0, len(data), FRAME_BYTES):
-                end = start + FRAME_BYTES
-                yield pb.LoadBlocksResponse(
-                    block_index=index,
-                    tier=pb.TIER_DISK,
-                    frame=data[start:end],
-                    last_frame=end >= len(data),
-                    checksum=self.vouched(data),
-                )
+            if request.verify:
+                parse_block_file(data).verify()
+            slot = self._in_slot(request.lease_id, data if request.verify else self.slot_copy(data))
+            if slot is None:
+                is_full = True
+                break
+            tier = pb.TIER_DISK if request.verify else pb.TIER_HOST
+            answers.append(pb.LoadBlocksResponse(block_index=index, tier=tier, slot=slot, checksum=self.vouched(data)))
+        if answers:
+            answers[0].more.extend(answers[1:])
+            yield answers[0]
+        if is_full:
+            raise StorageFull("no room")
 
     @override
     def end_load(self, lease_id):
@@ -286,13 +284,12 @@ class FakeSidecar(EngineSidecarClient):
 
     def _in_slot(self, lease_id: str, data: bytes) -> pb.Slot | None:
         """Put a file where the engine sees it; None when there is no room."""
-        copy = self.slot_copy(data)
         with self._memory_lock:
-            slot = self.memory.allocate(len(copy))
+            slot = self.memory.allocate(len(data))
             if slot is None:
                 return None
             self._slots[lease_id].append(slot)
-            self.memory.view(slot)[:] = copy
+            self.memory.view(slot)[:] = data
         return pb.Slot(offset=slot.offset, size_bytes=slot.size_bytes, generation=slot.generation)
 
     @override

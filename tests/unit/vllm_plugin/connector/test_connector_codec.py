@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_plugin.connector.copies.codec import DTYPES, GROUP_NUMBERS, STEPS, TINY, NotFinite, PageCodec, Rows
-from vllm_plugin.connector.settings import _CODECS, CODEC_NONE
+from vllm_plugin.connector.settings import _CHOICES, CODEC_NONE
 
 BITS = {"bfloat16": torch.int16, "float16": torch.int16, "float32": torch.int32}
 ALL = [pytest.param(name, dtype, id=f"{name} {dtype}") for name, dtype in product(STEPS, DTYPES)]
@@ -186,4 +186,4 @@ def test_coding_stays_in_the_thread_that_calls(name: str, dtype: str) -> None:
 
 
 def test_the_settings_name_every_codec() -> None:
-    assert {CODEC_NONE, *STEPS} == set(_CODECS)
+    assert {CODEC_NONE, *STEPS} == set(_CHOICES["codec"])

@@ -49,9 +49,9 @@ def test_the_printed_reader_brings_back_what_a_load_brings(
     pages_bytes, codec = layers.stored(0, 3, 2)
     writer = BlockFileWriter(block_meta_of(), pages_bytes=pages_bytes, codec=codec)
     writer.begin(memoryview(bytearray(writer.size_bytes)))
-    layers.gather(PageCopy(0, IDS, writer.pages, 3, num_full=2))
+    layers.gather([PageCopy(0, IDS, writer.pages, 3, num_full=2)])
     file = bytes(writer.finish())
-    layers.scatter(PageCopy(0, IDS, parse_block_file(file).pages, 3, num_full=2))
+    layers.scatter([PageCopy(0, IDS, parse_block_file(file).pages, 3, num_full=2)])
     (tmp_path / "file").write_bytes(file)
     metadata, _, pages = reader["read_safetensors"](tmp_path / "file")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import xxhash
 
 from contextcache.model import KVFile, KVKind
 from tests.contract.paged_layers_contract import PagedLayersContract
@@ -58,20 +59,20 @@ def stored(kind: Kind, layers: CodedLayers, ids: list[int], num_full: int) -> Pa
     size = layers.stored(0, len(ids), num_full).size_bytes
     room = kind.room(size + 2)
     room[:] = 0xEE
-    layers.gather(PageCopy(0, ids, room[1:-1], len(ids), after=layers.fence(), num_full=num_full))
+    layers.gather([PageCopy(0, ids, room[1:-1], len(ids), after=layers.fence(), num_full=num_full)])
 
     assert room[0] == room[-1] == 0xEE
     return room[1:-1].copy()
 
 
-def put(kind: Kind, layers: CodedLayers, pages: Pages, ids: list[int], *, num_full: int, first: int = 0) -> bytes:
-    """Scatter over blocks from read-only memory; return what was told to be copied."""
-    room, told = kind.room(len(pages)), list[bytes]()
+def put(kind: Kind, layers: CodedLayers, pages: Pages, ids: list[int], *, num_full: int, first: int = 0) -> str:
+    """Scatter over blocks from read-only memory; return the checksum of the file's bytes."""
+    room = kind.room(len(pages))
     room[:] = pages
     room.flags.writeable = False
-    copy = PageCopy(0, ids, room, first + len(ids), first, layers.fence(), num_full)
-    layers.scatter(copy, copied=lambda stretch: told.append(stretch.tobytes()))
-    return b"".join(told)
+    copy = PageCopy(0, ids, room, first + len(ids), first, layers.fence(), num_full, "checksum")
+    [landed] = layers.scatter([copy])
+    return landed.checksum
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -80,9 +81,9 @@ def test_full_pages_come_back_nearly_and_the_last_one_exactly(kind: Kind, name: 
     here, there = kv_of(DTYPES[dtype]), kv_of(DTYPES[dtype], seed=1)
     before = {layer: tensor.clone() for layer, tensor in there.items()}
     pages = stored(kind, coded(kind, here, name), [7, 1, 2, 9], 3)
-    told = put(kind, coded(kind, there, name), pages, [4, 3, 11, 0], num_full=3)
+    checksum = put(kind, coded(kind, there, name), pages, [4, 3, 11, 0], num_full=3)
 
-    assert told == pages.tobytes()
+    assert checksum == xxhash.xxh3_128_hexdigest(pages.tobytes())
     others = [block for block in range(NUM_BLOCKS) if block not in {4, 3, 11, 0}]
     for layer, tensor in there.items():
         largest = (tensor[[4, 3, 11]].float() - here[layer][[7, 1, 2]].float()).abs().max()
@@ -102,7 +103,7 @@ def test_the_last_pages_of_a_file_come_back_alone(kind: Kind, name: str) -> None
         layers = coded(kind, there, name)
         room = kind.room(len(pages))
         room[:] = pages
-        layers.scatter(PageCopy(0, ids, room, 4, first, layers.fence(), 3))
+        layers.scatter([PageCopy(0, ids, room, 4, first, layers.fence(), 3)])
 
         for layer, tensor in there.items():
             assert torch.equal(tensor[ids], whole[layer][[[4, 3, 11, 0][page] for page in moved]])
@@ -189,8 +190,8 @@ def test_several_threads_code_different_blocks_at_once(kind: Kind) -> None:
     room = kind.room(4 * size)
     parts = [(list(range(3 * i, 3 * i + 3)), room[i * size : (i + 1) * size]) for i in range(4)]
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda part: source.gather(PageCopy(0, *part, 3, num_full=3)), parts))
-        list(threads.map(lambda part: target.scatter(PageCopy(0, *part, 3, num_full=3)), parts))
+        list(threads.map(lambda part: source.gather([PageCopy(0, *part, 3, num_full=3)]), parts))
+        list(threads.map(lambda part: target.scatter([PageCopy(0, *part, 3, num_full=3)]), parts))
 
     assert all((there[layer].float() - here[layer].float()).abs().max() < 8 / STEPS["q8"] for layer in here)
 

@@ -10,7 +10,7 @@ import pytest
 
 from contextcache.errors import SidecarUnavailable
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
-from vllm_plugin.connector.loads.loading import LoadEnd
+from vllm_plugin.connector.loads.loading import Load, LoadPhase
 
 A = cache_ref(1)
 PROMPT = list(range(1, 151))
@@ -61,19 +61,19 @@ def test_a_load_that_hangs_is_taken_back_at_its_deadline_and_the_request_is_comp
 def test_a_thread_that_comes_back_late_never_writes_to_blocks_that_are_somebody_elses(
     start_engine: Callable[..., Engine],
 ) -> None:
-    """Seen failing with the check taken out of `LoadEnd.writing`: wrong KV was found in the other's blocks."""
+    """Seen failing with the check taken out of `Load.begin_writing`: wrong KV was found in the other's blocks."""
     engine = start_engine(num_blocks=16)
     engine.save(PROMPT, A)
     engine.loop.forget_prefixes()
     loader = engine.loop.worker.worker_side._loader
-    inject, begun, hang = loader._inject, threading.Event(), threading.Event()
+    write, begun, hang = loader._write, threading.Event(), threading.Event()
 
-    def late_inject(*args: Any) -> None:
+    def late_write(*args: Any) -> None:
         begun.set()
         assert hang.wait(60)
-        inject(*args)
+        write(*args)
 
-    loader._inject = late_inject
+    loader._write = late_write
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
     for looking_up in list(engine.loop.connector.scheduler_side._lookup._pool._live):
         looking_up.result(30)
@@ -119,13 +119,57 @@ def test_while_every_thread_hangs_loads_fail_at_once_and_later_ones_work_again(
     assert engine.loop.computed["third"] == 4
 
 
-def test_an_end_is_claimed_once_and_never_while_somebody_writes() -> None:
-    """Seen failing with a `claim` that takes no lock: it was True in the middle of the write."""
-    end = LoadEnd()
-    with end.writing():
-        assert not end.claim()
+def test_a_load_that_fails_while_threads_write_ends_when_the_last_one_stops() -> None:
+    """Seen failing with an `end` that looks at no phase: the blocks went back in the middle of the write."""
+    load = Load(None, None, 0)
+    load.begin_writing()
+    load.begin_writing()
 
-    assert end.claim()
-    assert not end.claim()
-    with pytest.raises(SidecarUnavailable), end.writing():
-        raise AssertionError("nobody may write any more")
+    assert not load.end("load_deadline")
+    assert not load.end("another reason")
+    assert (load.phase, load.is_over) == (LoadPhase.ABANDONED, True)
+    with pytest.raises(SidecarUnavailable):
+        load.begin_writing()
+    assert not load.stop_writing()
+    assert load.stop_writing()
+    assert (load.phase, load.reason) == (LoadPhase.ENDED, "load_deadline")
+
+
+def test_a_load_ends_once() -> None:
+    load = Load(None, None, 0)
+    load.begin_writing()
+
+    assert not load.stop_writing()
+    assert load.end("")
+    assert not load.end("load_deadline")
+    with pytest.raises(SidecarUnavailable):
+        load.begin_writing()
+
+
+def test_a_load_that_is_abandoned_while_a_thread_writes_gives_its_blocks_back_behind_the_write(engine: Engine) -> None:
+    """Seen failing when `stop_writing` tells nobody: the request waited for ever."""
+    answer = engine.save(PROMPT, A)
+    engine.loop.forget_prefixes()
+    layers, begun, hang = engine.loop.worker.worker_side._layers, threading.Event(), threading.Event()
+    scatter = layers.scatter
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert hang.wait(60)
+        return scatter(*args)
+
+    layers.scatter = slow
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    for looking_up in list(engine.loop.connector.scheduler_side._lookup._pool._live):
+        looking_up.result(30)
+    engine.loop.step()
+    assert begun.wait(30)
+    engine.clock.advance(s=60)
+    for _ in range(3):
+        engine.loop.step()
+    assert "again" not in engine.loop.finished
+    hang.set()
+
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.computed["again"] == 153
+    assert engine.counted("failed_loads", "load_deadline") == 1

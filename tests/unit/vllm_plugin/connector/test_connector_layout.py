@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.kit.paged_kv import CONTENT, HEADS, NUM_BLOCKS, ORDERS, TOKENS, HostKind, empty_pages, paged
 from vllm_plugin.connector.copies.cpu_copies import HostLayers, runs
 from vllm_plugin.connector.copies.layout import layer_views, open_layers
-from vllm_plugin.connector.copies.pages import LayerShape, PageCopy, PagedLayers, page_orders
+from vllm_plugin.connector.copies.pages import PageCopy, PagedLayers, page_orders
 from vllm_plugin.connector.engine_check import UncarriedEngine
 
 HOST = HostKind()
@@ -32,10 +32,10 @@ def test_many_scattered_blocks_take_the_indexed_way_to_the_same_result() -> None
     ids = [(i * 7) % 40 for i in range(40)]
     layers = open_all(kv, 40)
     pages = empty_pages(layers, 40)
-    layers.gather(PageCopy(0, ids, pages, 40))
+    layers.gather([PageCopy(0, ids, pages, 40)])
     expected = kv["layer"][ids].clone()
     kv["layer"].zero_()
-    layers.scatter(PageCopy(0, ids, pages, 40))
+    layers.scatter([PageCopy(0, ids, pages, 40)])
 
     assert isinstance(layers, HostLayers)
     assert len(runs(ids)) > 8
@@ -55,9 +55,9 @@ def test_layers_at_equal_distances_are_copied_together_and_nothing_between_them(
     assert isinstance(layers, HostLayers)
     pages = empty_pages(layers, 2)
     pages[:] = [1 + index % 251 for index in range(len(pages))]
-    layers.scatter(PageCopy(0, [5, 1], pages, 2))
+    layers.scatter([PageCopy(0, [5, 1], pages, 2)])
     again = empty_pages(layers, 2)
-    layers.gather(PageCopy(0, [5, 1], again, 2))
+    layers.gather([PageCopy(0, [5, 1], again, 2)])
 
     assert [len(band) for band in layers._bands[0]] == bands
     assert (again == pages).all()
@@ -91,10 +91,20 @@ def test_one_head_has_one_order(order: str) -> None:
 
 
 def test_the_fingerprint_tells_another_order_than_the_logical_one_and_nothing_of_that() -> None:
-    logical, other = LayerShape("a", 1, 2, 16, 64), LayerShape("b", 1, 2, 16, 64, "RNHC")
+    assert page_orders(open_all(paged("LBHNC", place=HOST.place))) == {}
+    assert page_orders(open_all(paged("LBNHC", place=HOST.place))) == {"page_orders": ["RNHC"] * 3}
 
-    assert page_orders([logical, logical]) == {}
-    assert page_orders([logical, other]) == {"page_orders": ["RHNC", "RNHC"]}
+
+@pytest.mark.parametrize("order", ["BLHNC", "BLNHC"])
+def test_layers_that_lie_side_by_side_in_each_block_are_one_plane(order: str) -> None:
+    """Seen failing with pages layer by layer: a block of an 8B model is 32 copies instead of one."""
+    layers = open_all(paged(order, place=HOST.place))
+    page = layers.shapes[0][0].page_bytes
+
+    assert layers.planes == ((3 * page,),)
+    assert page_orders(layers)["planes"] == layers.planes
+    assert open_all(paged("LBHNC", place=HOST.place)).planes == ((page, page, page),)
+    assert open_all(paged("BHLNC", place=HOST.place)).planes == ((page, page, page),)
 
 
 def test_layers_that_share_a_tensor_are_carried_once() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +17,7 @@ from kv_sidecar.format.ids import BlockKey
 from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
-from tests.unit.vllm_plugin.connector.loop_connector import LoopConnector
-from vllm_plugin.connector.copies.pages import PageCopy
-from vllm_plugin.connector.sidecar_link import Arena
+from vllm_plugin.connector.copies.pages import Landed, PageCopy, Spent
 
 A, B = cache_ref(1), cache_ref(2)
 KEPT = BlockKey("block", "e" * 64, 0)
@@ -127,33 +125,6 @@ def test_nothing_is_loaded_when_the_engine_has_it_all(engine: Engine) -> None:
     assert engine.sidecar.served_bytes == 0
 
 
-def test_blocks_travel_in_frames_when_there_is_no_arena(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine(sidecar=FakeSidecar())
-    answer = saved(engine)
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
-    assert report_of(engine).tier == pb.TIER_DISK
-
-
-def test_blocks_travel_in_frames_when_the_arena_is_refused(
-    start_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another machine, another user, a sandbox that passes no descriptors."""
-
-    def refused(self: LoopConnector, on_gone: Callable[[], None]) -> Arena:
-        raise PermissionError
-
-    monkeypatch.setattr(LoopConnector, "open_arena", refused)
-    engine = start_engine()
-    answer = saved(engine)
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
-    assert report_of(engine).tier == pb.TIER_DISK
-    assert engine.counted("refused_arenas") == 1
-
-
 def test_another_engine_loads_what_this_one_saved(start_engine: Callable[..., Engine]) -> None:
     first = start_engine()
     answer = first.save(PROMPT, A)
@@ -228,7 +199,7 @@ def test_a_corrupt_block_is_computed_instead_with_the_same_answer(engine: Engine
     assert engine.counted("failed_loads", "corrupt_block") == 1
 
 
-def test_a_bad_copy_in_the_arena_is_asked_for_in_frames_and_nothing_is_computed_again(engine: Engine) -> None:
+def test_a_bad_copy_in_the_arena_is_compared_by_the_sidecar_and_nothing_is_computed_again(engine: Engine) -> None:
     """Seen failing: without the second question the load fails, as does every later one that meets the copy."""
     answer = saved(engine)
     engine.sidecar.slot_copy = lambda data: bytes([*data[:-1], data[-1] ^ 0xFF])
@@ -257,24 +228,46 @@ def test_a_slot_that_changes_while_it_is_copied_is_noticed(engine: Engine, monke
     """As when the lease of a stopped engine has ended. Seen failing when the bytes are compared before the copy."""
     answer = saved(engine)
     layers = engine.loop.worker.worker_side._layers
-    scatter = layers.scatter
+    scatter, is_first = layers.scatter, [True]
 
-    def overtaken(copy: PageCopy, **how: Any) -> None:
+    def overtaken(copies: Sequence[PageCopy], spent: Spent) -> list[Landed]:
         memory = np.frombuffer(engine.sidecar.memory.region.view, dtype=np.uint8)
-        start = copy.pages.ctypes.data - memory.ctypes.data
-        if 0 <= start < len(memory):  # its own alone: of other files' bytes no comparison must tell
+        for copy in copies if is_first.pop() else ():
+            start = copy.pages.ctypes.data - memory.ctypes.data
             memory[start : start + copy.pages.nbytes] ^= 0xFF
-        scatter(copy, **how)
+        is_first.append(False)
+        return scatter(copies, spent)
 
     monkeypatch.setattr(layers, "scatter", overtaken)
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
 
     assert engine.loop.run_to_end("again") == answer
     assert engine.counted("renewed_loads") == 1
+    assert engine.counted("loads") == 1
+
+
+def test_a_slot_that_was_lent_again_meanwhile_is_not_believed_whatever_it_holds(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing without the comparison of generations."""
+    answer = saved(engine)
+    arena, seen = engine.sidecar.arena, list[int]()
+    assert arena is not None
+
+    def generation(offset: int) -> int:
+        seen.append(offset)
+        return 1 if len(seen) == 1 else 0
+
+    arena.generation = generation
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.counted("renewed_loads") == 1
+    assert len(seen) > 1
 
 
 def test_a_block_whose_bytes_the_manifest_does_not_vouch_for_is_computed_instead(engine: Engine) -> None:
-    """Seen failing: without the comparison in `Loader._inject` the request is loaded and computes one token."""
+    """Seen failing: without the comparison in `Loader._arrival` the request is loaded and computes one token."""
     answer = saved(engine)
     engine.sidecar.vouched = lambda data: "0" * 32
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
@@ -600,19 +593,19 @@ def test_a_load_in_the_middle_of_a_shutdown_ends(engine: Engine) -> None:
     """Seen failing: what the shutdown had cancelled was waited for without an end."""
     saved(engine, [(7 * i) % 401 for i in range(900)])
     loader, hang = engine.loop.worker.worker_side._loader, threading.Event()
-    inject = loader._inject
+    write = loader._write
 
-    def late_inject(*arguments: Any) -> None:
+    def late_write(*arguments: Any) -> None:
         assert hang.wait(20)
-        inject(*arguments)
+        write(*arguments)
 
-    loader._inject = late_inject
+    loader._write = late_write
     engine.loop.add("again", [(7 * i) % 401 for i in range(900)], params=transfer(load=(A,)))
     for _ in range(3):
         engine.loop.step()
         for looking_up in list(engine.loop.connector.scheduler_side._lookup._pool._live):
             looking_up.result(30)
-    wait_until(lambda: loader._readers._work_queue.qsize() > 1, what="two files wait for a thread")
+    wait_until(lambda: loader._copiers._work_queue.qsize() > 1, what="two files wait for a thread")
     loader.close()
     hang.set()
 
@@ -634,7 +627,7 @@ def test_a_context_larger_than_the_arena_is_loaded_through_it_by_batches(start_e
     assert engine.sidecar.leases == set()
 
 
-def test_what_the_arena_has_no_room_for_comes_in_frames_of_the_same_load(start_engine: Callable[..., Engine]) -> None:
+def test_copied_blocks_make_room_for_the_rest_of_a_load(start_engine: Callable[..., Engine]) -> None:
     engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
     answer = engine.save(PROMPT, A)
     engine.loop.forget_prefixes()
@@ -644,7 +637,18 @@ def test_what_the_arena_has_no_room_for_comes_in_frames_of_the_same_load(start_e
 
     assert engine.counted("loads") == 1
     assert engine.counted("failed_loads") == 0
-    assert report_of(engine).tier == pb.TIER_DISK
+    assert engine.sidecar.leases == set()
+
+
+def test_a_load_that_the_arena_has_no_room_for_at_all_is_computed(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
+    answer = engine.save(PROMPT, A)
+    engine.loop.forget_prefixes()
+    assert engine.sidecar.memory.allocate(39_000)
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.counted("failed_loads", "storage_full") == 1
 
 
 @pytest.mark.parametrize("spoil", [False, True])

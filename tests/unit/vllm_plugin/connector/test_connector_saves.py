@@ -158,7 +158,7 @@ def test_while_the_sidecar_is_away_it_is_asked_ever_more_rarely(start_engine: Ca
 
 
 def test_files_hold_whole_engine_blocks_whatever_the_sidecar_would_like(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine(sidecar=FakeSidecar(block_tokens=40))
+    engine = start_engine(sidecar=FakeSidecar(block_tokens=40, arena_bytes=16 << 20))
     answer = engine.save(PROMPT, A)
     engine.loop.settle()
     engine.loop.forget_prefixes()

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +54,10 @@ def test_the_engine_does_not_start_with_settings_that_cannot_work(
 
 
 def test_the_connector_says_what_vllm_asks_of_it(engine: Engine) -> None:
+    on_gpu = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))
+
     assert ContextCacheConnector.get_required_kvcache_layout(engine.loop.vllm_config) == "LBHNC"
+    assert ContextCacheConnector.get_required_kvcache_layout(on_gpu) == "BLNHC"
     assert engine.loop.connector.requires_kv_delivery is False
     assert engine.loop.connector.reset_cache() is True
     assert engine.loop.worker.reset_cache() is True
