@@ -27,30 +27,16 @@ FINGERPRINT = hashlib.sha256(b'{"format":"lmcache-0.5"}').hexdigest()
 class ObjectName(Protocol):
     """Name of an object in LMCache (lmcache 0.5.6 v1/distributed/api.py ObjectKey)."""
 
-    @property
-    def chunk_hash(self) -> bytes:
-        """Hash of the chunk's tokens and all before them."""
-        ...
-
-    @property
-    def model_name(self) -> str:
-        """As vLLM was given it."""
-        ...
-
-    @property
-    def kv_rank(self) -> int:
-        """World size and rank in one number."""
-        ...
-
-    @property
-    def object_group_id(self) -> int:
-        """Position of the group of layers."""
-        ...
-
-    @property
-    def cache_salt(self) -> str:
-        """May be empty."""
-        ...
+    chunk_hash: bytes
+    """Hash of the chunk's tokens and all before them."""
+    model_name: str
+    """Model as vLLM was given it."""
+    kv_rank: int
+    """World size and rank in one number."""
+    object_group_id: int
+    """Position of the group of layers."""
+    cache_salt: str
+    """Salt; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)

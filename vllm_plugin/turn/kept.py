@@ -73,31 +73,31 @@ class KeptRequests:
         return [(name.encode(), value.encode()) for name, value in headers]
 
 
+@dataclass
 class _Receipt:
     """Holds the head of an answer until its first bytes are there: by then the engine has reported its reuse."""
 
-    def __init__(self, kept: KeptRequests, request_id: str, send: Send, *, comes_first: bool) -> None:
-        """`comes_first`: a stream of this call begins before the engine is asked: it has no receipt, it is counted."""
-        self._kept = kept
-        self._comes_first = comes_first
-        self._request_id = request_id
-        self._send = send
-        self._head: Message | None = None
-        self._is_counted_late = False
+    kept: KeptRequests
+    request_id: str
+    send: Send
+    comes_first: bool
+    """A stream of this route begins before the engine is asked. It has no receipt, and is counted at its end."""
+    _head: Message | None = None
+    _is_counted_late: bool = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] == 200:  # OK
-            if not (self._comes_first and begins_stream(message)):
+            if not (self.comes_first and begins_stream(message)):
                 self._head = message
                 return
             self._is_counted_late = True
         head, self._head = self._head, None
         if head is not None:
-            receipt = await self._kept.receipt(self._request_id, is_whole=not begins_stream(head))
-            await self._send({**head, "headers": [*head.get("headers", ()), *receipt]})
-        await self._send(message)
+            receipt = await self.kept.receipt(self.request_id, is_whole=not begins_stream(head))
+            await self.send({**head, "headers": [*head.get("headers", ()), *receipt]})
+        await self.send(message)
         if self._is_counted_late and message["type"] == "http.response.body" and not message.get("more_body"):
-            await self._kept.receipt(self._request_id, is_whole=True)
+            await self.kept.receipt(self.request_id, is_whole=True)
 
 
 def _verdict(report: LoadedKV) -> tuple[str, int, str]:

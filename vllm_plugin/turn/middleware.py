@@ -271,7 +271,8 @@ class TurnMiddleware:
             session_id = new.session_id
         try:
             with telling_what_is_missing(request.said):
-                await self._run(Engine(self._app, client.scope), request, named, new, identity, client)
+                engine, check_quota = Engine(self._app, client.scope), self._admission.check_quota
+                await self._story.run(engine, request, named, new, identity, client, check_quota)
         except (AlreadyAnswered, ContextQuotaExceeded):  # the first request may have been under the quota
             if said is None or session_id is None:
                 raise
@@ -288,25 +289,6 @@ class TurnMiddleware:
         # A response creates a context, whose id is chosen as the gateway does.
         said = read_repeatable(client.headers.get(IDEMPOTENCY_HEADER), ())
         return new_session_id() if said is None else session_id_of(tenant, said.key, self._secret)
-
-    async def _run(
-        self,
-        engine: Engine,
-        request: TurnRequest,
-        named: SessionId | None,
-        new: NewSession | None,
-        identity: Identity,
-        client: Client,
-    ) -> None:
-        """Run a create (`new` alone), a turn (`named` alone), or whichever it turns out to be (both)."""
-        if named is None:
-            assert new is not None
-            await self._admission.check_quota(identity.tenant)
-            await self._story.create(engine, request, new, identity, client)
-        elif new is None:
-            await self._story.continue_turn(engine, request, named, identity, client)
-        else:
-            await self._story.continue_or_create(engine, request, new, identity, client, self._admission.check_quota)
 
     async def _pass_without_context(self, client: Client) -> None:
         """Let a call through that cannot carry a context; refuse it when it names one."""

@@ -147,6 +147,36 @@ class TurnStory:
         """Patiences of the turns that the engine is answering."""
         self._settlement = Settlement(self.settings, self.manager, self.kv, self.clock, self.metrics, self.background)
 
+    async def run(  # all of a request
+        self,
+        engine: Engine,
+        request: TurnRequest,
+        named: SessionId | None,
+        new: NewSession | None,
+        identity: Identity,
+        client: Client,
+        check_quota: Callable[[TenantId], Awaitable[None]],
+    ) -> None:
+        """Continue the context `named`, create `new`, or with both, create it where it does not exist or has expired.
+
+        The reservation decides which of several requests at once creates it. The others continue it, or hear that it is
+        busy. A turn for one generation (`If-Match`) creates nothing. Raises ContextCacheError.
+        """
+        if named is not None:
+            try:
+                return await self.continue_turn(engine, request, named, identity, client)
+            except (ContextNotFound, ContextExpired):
+                if new is None or request.expected_generation is not None:
+                    raise
+        assert new is not None
+        await check_quota(identity.tenant)
+        try:
+            await self.create(engine, request, new, identity, client)
+        except ContextExists:
+            if named is None:
+                raise
+            await self.continue_turn(engine, request, named, identity, client)
+
     async def create(
         self, engine: Engine, request: TurnRequest, new: NewSession, identity: Identity, client: Client
     ) -> None:
@@ -206,31 +236,6 @@ class TurnStory:
             self.metrics.count_match(turn.prompt.outcome, turn.prompt.diverged)
             await self._run(engine, turn, client)
 
-    async def continue_or_create(
-        self,
-        engine: Engine,
-        request: TurnRequest,
-        new: NewSession,
-        identity: Identity,
-        client: Client,
-        check_quota: Callable[[TenantId], Awaitable[None]],
-    ) -> None:
-        """Continue the context of this name; create it as `new` says where there is none, or its life has ended.
-
-        The reservation decides which of several requests at once creates it. The others continue it, or hear that it is
-        busy. A turn for one generation (`If-Match`) creates nothing. Raises ContextCacheError.
-        """
-        try:
-            return await self.continue_turn(engine, request, new.session_id, identity, client)
-        except (ContextNotFound, ContextExpired):
-            if request.expected_generation is not None:
-                raise
-        await check_quota(identity.tenant)
-        try:
-            await self.create(engine, request, new, identity, client)
-        except ContextExists:
-            await self.continue_turn(engine, request, new.session_id, identity, client)
-
     async def answer_again(self, tenant: TenantId, session_id: SessionId, said: Repeatable, client: Client) -> bool:
         """Give the answer of a request that was committed before; False: nothing is kept of it, and nothing is sent.
 
@@ -257,7 +262,7 @@ class TurnStory:
 
     async def close(self) -> None:
         """End background work and connections."""
-        await self.background.close()
+        await self.background.drain()
         await self.manager.close()
         await self.kv.close()
         await asyncio.to_thread(self.tracer.close)

@@ -152,10 +152,6 @@ class Background:
         if self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    async def close(self) -> None:
-        """Let everything end within its deadline."""
-        await self.drain()
-
     async def _bounded(self, call: Coroutine[Any, Any, object]) -> None:
         try:
             async with asyncio.timeout(self._deadline_s):

@@ -91,30 +91,16 @@ class Delivery:
         body, more = message.get("body", b""), message.get("more_body", False)
         if self._start["status"] != 200:
             self._take_refusal(body, more=more)
-        elif isinstance(self.answer, SseAnswer):
-            await self._take_stream(self.answer, body, more=more)
         else:
-            await self._take_whole(self.answer, body, more=more)
+            await self._take_body(body, more=more)
 
     def _take_refusal(self, body: bytes, *, more: bool) -> None:
         self._refused += body[: _REFUSAL_BYTES_MAX - len(self._refused)]
-        if more:
-            return
-        raise engine_error(self._start["status"], bytes(self._refused))
+        if not more:
+            raise engine_error(self._start["status"], bytes(self._refused))
 
-    async def _take_whole(self, answer: JsonAnswer, body: bytes, *, more: bool) -> None:
-        answer.feed(body)
-        if more:
-            return
-        answer.complete()
-        closing = await self._settled(answer)
-        payload = answer.closing(closing.usage, closing.session)
-        await self._send_start(200, [*closing.headers, ("content-length", str(len(payload)))])
-        await self._send_body(payload, more=False)
-
-    async def _take_stream(self, answer: SseAnswer, body: bytes, *, more: bool) -> None:
-        passing = answer.feed(body)
-        if passing:
+    async def _take_body(self, body: bytes, *, more: bool) -> None:
+        if passing := self.answer.feed(body):  # of a stream alone
             await self._begin_stream()
             if self.recording is not None:
                 self.recording.add(passing)
@@ -122,21 +108,21 @@ class Delivery:
             crash_point(MID_STREAM)
         if more:
             return
-        answer.complete()
-        await self._begin_stream()
-        if answer.result.error:
+        self.answer.complete()
+        if isinstance(self.answer, SseAnswer):
+            await self._begin_stream()
+        if self.answer.result.error:
             with self.patience.with_ourselves():
                 await self.abort()
             await self._send_body(b"", more=False)
             return
-        closing = await self._settled(answer)
-        await self._send_body(answer.closing(closing.usage, closing.session), more=False)
-
-    async def _settled(self, answer: JsonAnswer | SseAnswer) -> Closing:
         with self.patience.with_ourselves():
-            closing = await self.settle(answer.result, answer.closing)
+            closing = await self.settle(self.answer.result, self.answer.closing)
         crash_point(COMMITTED)
-        return closing
+        payload = self.answer.closing(closing.usage, closing.session)
+        if not self.started:
+            await self._send_start(200, [*closing.headers, ("content-length", str(len(payload)))])
+        await self._send_body(payload, more=False)
 
     async def _begin_stream(self) -> None:
         if not self.started:
