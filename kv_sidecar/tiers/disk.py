@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from contextcache.errors import CorruptBlock
+from contextcache.errors import CorruptBlock, SidecarUnavailable
 from kv_sidecar.blocks import FileState
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.tiers.data_directory import DataDirectory, reading, regular_size
@@ -61,6 +63,12 @@ class Disk:
         with reading(self.path_of(key)) as (descriptor, size):
             if size != len(room) or size > self._block_bytes_max or _read_all(descriptor, room) != size:
                 raise CorruptBlock("the file's size changed")
+
+    def prefetch(self, keys: Iterable[BlockKey]) -> None:
+        """Have the kernel begin to read files that will be asked for soon. Files that cannot be read are ignored."""
+        for key in keys:
+            with suppress(CorruptBlock, SidecarUnavailable, OSError), reading(self.path_of(key)) as (descriptor, size):
+                os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
 
     def delete(self, key: BlockKey) -> FileState:
         """Remove a file. Not durable: a file that comes back after a crash has no manifest and is collected."""

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _TOGETHER_BYTES, _TOGETHER_FILES = 4 << 20, 64
 """Bytes and files that one thread reads in one go."""
+_READS_AHEAD = 16
+"""Files that the disk reads at the same time: fewer do not fill the queue of an NVMe drive."""
 _GROUPS_AHEAD = 1
 """Groups read ahead of the group that the engine copies."""
 _MISSING = "a block of this cache_ref is missing"
@@ -280,19 +282,24 @@ class Tiers:
 
         Several files a thread: each is small, and to begin a thread for it takes as long as to read it.
         """
-        groups = self._groups(wanted)
-        ahead = deque[tuple[Sequence[_Wanted], asyncio.Task[None]]]()
+        groups, num_begun, num_prefetched = self._groups(wanted), 0, 0
+        ahead, prefetches = deque[tuple[Sequence[_Wanted], asyncio.Task[None]]](), list[asyncio.Task[None]]()
         try:
             while True:
                 while len(ahead) <= _GROUPS_AHEAD and (group := next(groups, None)) is not None:
                     ahead.append((group, asyncio.create_task(self._threads.finish(self._read_group(group)))))
+                    num_begun += len(group)
+                    keys = [it.key for it in wanted[num_prefetched : num_begun + _READS_AHEAD]]
+                    if keys:
+                        num_prefetched += len(keys)
+                        prefetches.append(asyncio.create_task(self._threads.run(self.disk.prefetch, keys)))
                 if not ahead:
                     return
                 group, task = ahead.popleft()
                 await task
                 yield group
         finally:
-            await _end(task for _, task in ahead)
+            await _end([*prefetches, *(task for _, task in ahead)])
 
     def _groups(self, wanted: Sequence[_Wanted]) -> Iterator[Sequence[_Wanted]]:
         """Yield files that are read together: one, or some MiB of them."""

@@ -124,3 +124,23 @@ async def test_a_spoilt_file_is_found_by_the_load_not_by_reading_ahead(tmp_path:
         await kv.catalog.read_ahead(new.tenant, [ref])
 
         assert kv.counted("quarantined_files_total") == 0
+
+
+async def test_sixteen_files_are_on_their_way_from_the_disk_when_the_first_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[BlockKey], gate: threading.Event
+) -> None:
+    """Seen failing without `prefetch`: the disk reads two files at a time."""
+    begun: list[BlockKey] = []
+    monkeypatch.setattr(Disk, "prefetch", lambda _, keys: begun.extend(keys))
+    async with SidecarUnderTest(tmp_path) as kv:
+        new = await kv.save(tuple(range(30 * kv.settings.block_tokens)))
+        for block in kv.blocks:
+            kv.blocks.drop_copy(block)
+        gate.clear()
+        reading = asyncio.create_task(kv.catalog.read_ahead(new.tenant, [new.cache_ref]))
+        await until(lambda: bool(reads) and len(begun) >= 16, what="the disk has been told")
+
+        assert 16 <= len(begun) <= 18
+        gate.set()
+        await reading
+        assert len(begun) == len(set(begun)) == 30
