@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from contextcache.errors import (
     CacheRefNotFound,
@@ -146,14 +146,22 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Arrival:
-    """Block files on their way, of all ranks."""
+class Transfer:
+    """A context on its way: the block files of all ranks."""
 
+    ours: Manifest
+    """The manifest that the pull seals here."""
+    source: Manifest
+    """The peer's manifest."""
+    peer: Peer
     began_at_ms: int
-    token_bytes: float
-    """Average bytes of a token."""
     wanted_bytes: float = 0
     come_bytes: int = 0
+
+    @property
+    def name(self) -> tuple[TenantId, CacheRef]:
+        """Tenant and cache_ref."""
+        return self.ours.tenant, self.ours.cache_ref
 
     def will_miss(self, wait_ms: int, compute_us_per_token: float, now_ms: int) -> bool:
         """Return whether the rest surely takes longer than `wait_ms`, and computing it is faster."""
@@ -162,11 +170,12 @@ class Arrival:
             return False
         bytes_per_ms = self.come_bytes / elapsed_ms
         left_ms = (self.wanted_bytes - self.come_bytes) / bytes_per_ms
-        return left_ms > _SURELY * wait_ms and self.token_bytes / bytes_per_ms * 1000 > compute_us_per_token
+        token_us = self.ours.size_bytes / len(self.ours.token_ids) / bytes_per_ms * 1000
+        return left_ms > _SURELY * wait_ms and token_us > compute_us_per_token
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class PullReply:
     """What becomes of a request to pull."""
 
     outcome: Literal["started", "present", "refused"]
@@ -198,22 +207,18 @@ class Pulls:
         self._connect = connect
         self._store = store
         self._tasks: dict[asyncio.Task[None], Wanted] = {}
-        self._arrivals: dict[tuple[TenantId, CacheRef], Arrival] = {}
-        self._draining = False
+        self._transfers: dict[tuple[TenantId, CacheRef], Transfer] = {}
+        self.is_draining = False
+        """Whether new pulls are refused."""
         self._absent: RecentNames[tuple[TenantId, CacheRef]] = RecentNames(keep_ms=ABSENT_MS, max_names=ABSENT_MAX)
         """KV that the store did not have, or not in time: asked for again it would stay pending for ever."""
 
     @property
-    def is_draining(self) -> bool:
-        """Whether nothing more is pulled."""
-        return self._draining
-
-    @property
     def num_pulls(self) -> int:
-        """Pulls going on."""
+        """Pulls under way."""
         return len(self._tasks)
 
-    def start(self, wanted: Wanted) -> Reply:
+    def start(self, wanted: Wanted) -> PullReply:
         """Begin a pull unless there is nothing to do or it is not possible. Raises InvalidRequest."""
         wanted.check()
         if len(better := self._better_than_what_is_here(wanted)) < len(wanted.names):
@@ -230,12 +235,12 @@ class Pulls:
 
     def will_miss(self, tenant: TenantId, cache_ref: CacheRef, wait_ms: int, compute_us_per_token: float) -> bool:
         """Return whether a pull under way surely takes longer than `wait_ms`, and computing is faster."""
-        arrival = self._arrivals.get((tenant, cache_ref))
-        return arrival is not None and arrival.will_miss(wait_ms, compute_us_per_token, self._clock.now_ms())
+        transfer = self._transfers.get((tenant, cache_ref))
+        return transfer is not None and transfer.will_miss(wait_ms, compute_us_per_token, self._clock.now_ms())
 
     async def close(self) -> None:
         """Refuse new pulls, break off those going on and wait for their end."""
-        self._draining = True
+        self.is_draining = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -246,18 +251,18 @@ class Pulls:
         better = takewhile(lambda ref: not self._catalog.holds(wanted.tenant, ref), wanted.names)
         return tuple(ref for ref in better if wanted.peer or not self._is_absent(wanted.tenant, ref))
 
-    def _reply(self, wanted: Wanted) -> Reply:
-        if self._draining:
-            return Reply("refused", "draining")
+    def _reply(self, wanted: Wanted) -> PullReply:
+        if self.is_draining:
+            return PullReply("refused", "draining")
         if not wanted.cache_refs:
-            return Reply("present")
+            return PullReply("present")
         if not (self._rules.allow(wanted.peer) if wanted.peer else self._store):
-            return Reply("refused", "peer_not_allowed")
+            return PullReply("refused", "peer_not_allowed")
         if self._engine.fingerprint is None:
-            return Reply("refused", "no_engine")
+            return PullReply("refused", "no_engine")
         if len(self._tasks) >= self._limits.max_pulls or (wanted.prefix is not None and self._are_prefixes_many()):
-            return Reply("refused", "too_many_pulls")
-        return Reply("started")
+            return PullReply("refused", "too_many_pulls")
+        return PullReply("started")
 
     def _are_prefixes_many(self) -> bool:
         """Return whether as many prefixes are fetched as may be: half of all, the rest is for turns that moved."""
@@ -324,14 +329,10 @@ class Pulls:
                 expires_at_ms=min(wanted.prefix.expires_at_ms, manifest.expires_at_ms),
             )
         )
-        self._allow_for(ours, wanted, deadline)
-        await self._save(ours, manifest, peer, started_at_ms)
-
-    def _allow_for(self, manifest: Manifest, wanted: Wanted, deadline: asyncio.Timeout) -> None:
-        """Put the deadline off by the time the bytes may take, unless the request named one of its own."""
         ends_at_s = deadline.when()
-        if not wanted.timeout_s and ends_at_s is not None:
-            deadline.reschedule(ends_at_s + manifest.size_bytes / self._limits.bytes_per_s_min)
+        if not wanted.timeout_s and ends_at_s is not None:  # the bytes have their time unless the request names one
+            deadline.reschedule(ends_at_s + ours.size_bytes / self._limits.bytes_per_s_min)
+        await self._save(Transfer(ours, manifest, peer, self._clock.now_ms()), started_at_ms)
 
     async def _find(self, wanted: Wanted, peer: Peer) -> Manifest:
         """Return the first manifest that can be used here; the others are then no longer waited for."""
@@ -367,65 +368,63 @@ class Pulls:
             raise FingerprintMismatch("the peer's KV is from an engine with a different fingerprint")
         check_block_checksums(manifest)
 
-    async def _save(self, manifest: Manifest, source: Manifest, peer: Peer, started_at_ms: int) -> None:
-        """Bring all ranks' block files in and seal; all or nothing. `source`: what the peer has them in."""
+    async def _save(self, transfer: Transfer, started_at_ms: int) -> None:
+        """Bring all ranks' block files in and seal; all or nothing."""
+        ours = transfer.ours
         new = NewSave(
-            tenant=manifest.tenant,
-            session_id=manifest.session_id,
-            cache_ref=manifest.cache_ref,
-            fingerprint=manifest.fingerprint,
+            tenant=ours.tenant,
+            session_id=ours.session_id,
+            cache_ref=ours.cache_ref,
+            fingerprint=ours.fingerprint,
             rank=0,
-            world_size=manifest.world_size,
-            token_ids=manifest.token_ids,
-            expires_at_ms=manifest.expires_at_ms,
+            world_size=ours.world_size,
+            token_ids=ours.token_ids,
+            expires_at_ms=ours.expires_at_ms,
             started_at_ms=started_at_ms,
-            groups=manifest.groups,
-            tail_ref=manifest.tail_ref,
+            groups=ours.groups,
+            tail_ref=ours.tail_ref,
         )
-        ranks = range(manifest.world_size)
-        name = (manifest.tenant, manifest.cache_ref)
-        arrival = self._arrivals[name] = Arrival(self._clock.now_ms(), manifest.size_bytes / len(manifest.token_ids))
+        self._transfers[transfer.name] = transfer
         try:
-            saves = [self._save_rank(replace(new, rank=rank), manifest, source, peer, arrival) for rank in ranks]
-            await _all_of(saves)
-        except BaseException:
-            for rank in ranks:
-                self._catalog.unmark_pulled(manifest.cache_ref, rank)
-            await self._catalog.abandon_save(manifest.cache_ref)
+            async with asyncio.TaskGroup() as saves:
+                for rank in range(ours.world_size):
+                    saves.create_task(self._save_rank(transfer, replace(new, rank=rank)))
+        except BaseException as exc:
+            for rank in range(ours.world_size):
+                self._catalog.unmark_pulled(ours.cache_ref, rank)
+            await self._catalog.abandon_save(ours.cache_ref)
+            if isinstance(exc, BaseExceptionGroup):
+                raise _cause(exc) from exc
             raise
         finally:
-            if self._arrivals.get(name) is arrival:  # a second pull of it may have begun
-                del self._arrivals[name]
+            if self._transfers.get(transfer.name) is transfer:  # a second pull of it may have begun
+                del self._transfers[transfer.name]
 
-    async def _save_rank(
-        self, new: NewSave, manifest: Manifest, source: Manifest, peer: Peer, arrival: Arrival
-    ) -> None:
+    async def _save_rank(self, transfer: Transfer, new: NewSave) -> None:
+        ours, source, peer = transfer.ours, transfer.source, transfer.peer
         prepared = await self._catalog.prepare_save(new)
         self._catalog.mark_pulled(new.cache_ref, new.rank, "object" if peer is self._store else "peer")
         if prepared.missing_files:
-            share = len(prepared.missing_files) / len(manifest.files) / manifest.world_size
-            arrival.wanted_bytes += manifest.size_bytes * share
+            transfer.wanted_bytes += ours.size_bytes * len(prepared.missing_files) / len(ours.files) / ours.world_size
             there = {(file.group, file.name, file.first_token): index for index, file in enumerate(source.files)}
-            missing = (manifest.files[index] for index in prepared.missing_files)
+            missing = (ours.files[index] for index in prepared.missing_files)
             asked = [there[file.group, file.name, file.first_token] for file in missing]
             here = dict(zip(asked, prepared.missing_files, strict=True))
             async with aclosing(peer.block_files(source, new.rank, asked)) as files:
-                await self._take_all(new, source, here, files, arrival)
+                await self._take_all(transfer, new, here, files)
         await self._catalog.seal(new.cache_ref, new.rank)
 
     async def _take_all(
-        self,
-        new: NewSave,
-        source: Manifest,
-        here: Mapping[int, int],
-        files: AsyncIterator[PulledFile],
-        arrival: Arrival,
+        self, transfer: Transfer, new: NewSave, here: Mapping[int, int], files: AsyncIterator[PulledFile]
     ) -> None:
-        """Keep files as they come; the next ones travel while the disk makes these durable, as many as have slots."""
+        """Keep files as they come; the next ones travel while the disk makes these durable, as many as have slots.
+
+        After a failure all takes run to their end: the first to fail may know only that the save was dropped.
+        """
         takes: list[asyncio.Task[None]] = []
         try:
             async for file in files:
-                takes.append(asyncio.create_task(self._take(new, source, here[file.index], file, arrival)))
+                takes.append(asyncio.create_task(self._take(transfer, new, here[file.index], file)))
                 takes[-1].add_done_callback(file.taken)
                 if any(take.done() and take.exception() for take in takes):
                     break
@@ -434,12 +433,13 @@ class Pulls:
             for take in takes:
                 take.cancel()
             await asyncio.gather(*takes, return_exceptions=True)
-        _raise_cause(ends)
+        if failed := [end for end in ends if end is not None]:
+            raise BaseExceptionGroup("block files not taken", failed)
 
-    async def _take(self, new: NewSave, source: Manifest, block_index: int, file: PulledFile, arrival: Arrival) -> None:
-        vouched = block_checksum(source, file.index, new.rank)
+    async def _take(self, transfer: Transfer, new: NewSave, block_index: int, file: PulledFile) -> None:
+        vouched = block_checksum(transfer.source, file.index, new.rank)
         size_bytes = await self._catalog.take_block(new.cache_ref, new.rank, block_index, file.data, vouched=vouched)
-        arrival.come_bytes += size_bytes
+        transfer.come_bytes += size_bytes
         self._metrics.pulled_bytes.inc(size_bytes)
         crash_point(BETWEEN_PULLED_BLOCKS)
 
@@ -449,20 +449,10 @@ class Pulls:
             log.error("pull failed", exc_info=error)
 
 
-async def _all_of(steps: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once, to their end or until one fails; then raise why."""
-    tasks = [asyncio.create_task(step) for step in steps]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for task in tasks:
-            task.cancel()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
-    _raise_cause([end for end in ends if not isinstance(end, asyncio.CancelledError)])
-
-
-def _raise_cause(ends: Sequence[BaseException | None]) -> None:
-    """Raise what failed, if anything. Where one fails the save is dropped, which is all that those beside it know."""
-    failed = [end for end in ends if end is not None]
-    if failed:
-        raise next((end for end in failed if not isinstance(end, ContextDeleted)), failed[0])
+def _cause(failed: BaseExceptionGroup) -> BaseException:
+    """Return the failure that ended a save. The tasks beside it know only that the save was dropped."""
+    wanted = failed.subgroup(lambda exc: not isinstance(exc, (ContextDeleted, BaseExceptionGroup)))
+    told: BaseException = wanted or failed
+    while isinstance(told, BaseExceptionGroup):
+        told = told.exceptions[0]
+    return told

@@ -19,7 +19,7 @@ from kv_sidecar.forking import NewFork
 from kv_sidecar.format.block_file import parse_block_file
 from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.moving.peer import StoredPeer
-from kv_sidecar.moving.pulling import Reply, Wanted
+from kv_sidecar.moving.pulling import PullReply, Wanted
 from kv_sidecar.saves import NewSave
 from kv_sidecar.sidecar import Sidecar
 from tests.kit.catalog_peer import CatalogPeer
@@ -31,7 +31,7 @@ PROMPT = tuple(range(10))
 SMALLER = plain_group(len(PROMPT), BLOCK_TOKENS // 2)
 """Blocks that no save of `here` may have."""
 PEER = "10.0.0.7:50061"
-STARTED = Reply("started")
+STARTED = PullReply("started")
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Pair:
         for rank in range(world_size):
             self.here.sidecar.engine.introduce(rank, world_size, fingerprint, "")
 
-    def start(self, *cache_refs: str, tenant: str = TENANT, peer: str = PEER, timeout_s: float = 0) -> Reply:
+    def start(self, *cache_refs: str, tenant: str = TENANT, peer: str = PEER, timeout_s: float = 0) -> PullReply:
         return self.here.sidecar.pulls.start(Wanted(tenant, cache_refs, peer, timeout_s))
 
     async def ended(self) -> None:
@@ -471,7 +471,7 @@ async def test_an_expired_context_is_not_kept(pair: Pair) -> None:
 
 @pytest.mark.parametrize("address", ["10.0.1.7:50061", "10.0.0.7", "10.0.0.7:0", "unix:///tmp/x", "peer:50061", ""])
 async def test_a_peer_that_is_not_listed_is_refused(pair: Pair, address: str) -> None:
-    assert pair.start(new_cache_ref(), peer=address) == Reply("refused", "peer_not_allowed")
+    assert pair.start(new_cache_ref(), peer=address) == PullReply("refused", "peer_not_allowed")
     assert pair.pulls("peer_not_allowed") == 1
     assert pair.peer.asked == []
 
@@ -480,17 +480,17 @@ async def test_without_an_engine_there_is_nothing_to_pull_for(tmp_path: Path, pa
     sidecar: Sidecar
     async with SidecarUnderTest(tmp_path / "third", connect_peer=pair.peer.connect, peers=("*",)) as third:
         sidecar = third.sidecar
-        assert sidecar.pulls.start(Wanted(TENANT, (new_cache_ref(),), PEER)) == Reply("refused", "no_engine")
+        assert sidecar.pulls.start(Wanted(TENANT, (new_cache_ref(),), PEER)) == PullReply("refused", "no_engine")
         sidecar.engine.introduce(0, 2, FINGERPRINT, "")
         sidecar.engine.introduce(1, 2, "e" * 64, "")
-        assert sidecar.pulls.start(Wanted(TENANT, (new_cache_ref(),), PEER)) == Reply("refused", "no_engine")
+        assert sidecar.pulls.start(Wanted(TENANT, (new_cache_ref(),), PEER)) == PullReply("refused", "no_engine")
 
 
 async def test_more_pulls_than_allowed_are_refused_until_one_has_ended(pair: Pair) -> None:
     pair.peer.hold_manifest.clear()
     assert [pair.start(new_cache_ref()) for _ in range(2)] == [STARTED] * 2
 
-    assert pair.start(new_cache_ref()) == Reply("refused", "too_many_pulls")
+    assert pair.start(new_cache_ref()) == PullReply("refused", "too_many_pulls")
     assert pair.here.sidecar.pulls.num_pulls == 2
     pair.peer.hold_manifest.set()
     await pair.ended()
@@ -507,7 +507,7 @@ async def test_what_is_here_or_on_its_way_is_not_pulled(pair: Pair) -> None:
     pair.start(coming.cache_ref)
 
     for ref in (sealed.cache_ref, saving.cache_ref, coming.cache_ref):
-        assert pair.start(ref, new_cache_ref()) == Reply("present")
+        assert pair.start(ref, new_cache_ref()) == PullReply("present")
     assert pair.pulls("present") == 3
     assert pair.start(sealed.cache_ref, tenant="other") == STARTED
 
@@ -530,7 +530,7 @@ async def test_a_sidecar_that_stops_breaks_pulls_off_and_takes_no_more(pair: Pai
     await pair.peer.arrived.wait()
     await pair.here.sidecar.pulls.close()
 
-    assert pair.start(new_cache_ref()) == Reply("refused", "draining")
+    assert pair.start(new_cache_ref()) == PullReply("refused", "draining")
     assert pair.pulls("draining") == 2
     assert pair.here.sidecar.pulls.num_pulls == 0
     assert pair.has_nothing()
