@@ -15,7 +15,6 @@ pins, so each is taken back once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from array import array
 from collections import OrderedDict
@@ -43,7 +42,8 @@ _ROUNDS = 3
 _PAUSE_S = 0.1
 """Between rounds of a delete: a lock of LMCache's is held for one load or one write."""
 _RETRY_MS = 60_000
-_IDLE_S = 3600.0
+_SWEEP_S = 5.0
+"""Time between two looks for expired contexts."""
 
 
 @dataclass(slots=True)
@@ -87,7 +87,6 @@ class LMCacheKV:
         self._num_tokens = 0
         self._uncommitted: OrderedDict[CacheRef, SessionId] = OrderedDict()
         """Sessions by the name that a turn saves under."""
-        self._earlier = asyncio.Event()
         self._expiry: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -158,7 +157,6 @@ class LMCacheKV:
         if held is None:
             return 0
         held.expires_at_ms = expires_at_ms
-        self._earlier.set()
         return 1
 
     async def delete_context(
@@ -177,8 +175,8 @@ class LMCacheKV:
                 freed_bytes += await self._delete(tenant, made)
         return freed_bytes + (await self._delete(tenant, session_id) if session_id else 0)
 
-    async def expire(self) -> int:
-        """Delete expired contexts; return the ms until the next expiry."""
+    async def expire(self) -> None:
+        """Delete expired contexts."""
         now_ms = self._clock.now_ms()
         for session_id, held in [(key, held) for key, held in self._held.items() if held.expires_at_ms <= now_ms]:
             if held.expires_at_ms > self._clock.now_ms() or self._held.get(session_id) is not held:
@@ -187,7 +185,6 @@ class LMCacheKV:
                 await self._delete(held.tenant, session_id)
             except ContextCacheError as exc:
                 log.warning("expired KV not deleted", extra={"session_id": session_id, "reason": exc.code})
-        return min((held.expires_at_ms for held in self._held.values()), default=now_ms + 3_600_000) - now_ms
 
     async def close(self) -> None:
         """End the connections; pins stay, because other pods may serve the context."""
@@ -250,9 +247,7 @@ class LMCacheKV:
         self._held.move_to_end(session.session_id)
         before = held.num_tokens
         held.add(token_ids)
-        if held.expires_at_ms != session.expires_at_ms or not before:
-            held.expires_at_ms = session.expires_at_ms
-            self._earlier.set()
+        held.expires_at_ms = session.expires_at_ms
         self._num_tokens += held.num_tokens - before
         while self._num_tokens > _TOKENS_HELD_MAX and len(self._held) > 1:
             self._forget(next(iter(self._held)))
@@ -270,12 +265,8 @@ class LMCacheKV:
 
     async def _expire_forever(self) -> None:
         while True:
-            self._earlier.clear()
+            await asyncio.sleep(_SWEEP_S)
             try:
-                wait_s = max(await self.expire(), 0) / 1000
+                await self.expire()
             except Exception:
                 log.exception("sweep of expired KV failed")
-                wait_s = _RETRY_MS / 1000
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(wait_s, _IDLE_S)):
-                    await self._earlier.wait()

@@ -13,14 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, ContextQuotaExceeded
 from contextcache.model import TenantId
-from contextcache.requests import TakeBytes, TenantsInHand
+from contextcache.requests import TenantsInHand
 from vllm_plugin.turn.engine import Message, Receive
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.settings import TurnSettings
@@ -44,8 +45,8 @@ LARGE_BYTES = 64 << 10
 REST_FROM_S = 0.02
 
 
-class TurnAdmission:
-    """Counts requests and bodies by tenant, and asks the sidecar before a create. One per API server process."""
+class TurnAdmission(TenantsInHand):
+    """Counts requests by tenant's tag and bodies by tenant, and asks the sidecar before a create. One per process."""
 
     def __init__(
         self,
@@ -57,28 +58,13 @@ class TurnAdmission:
     ) -> None:
         """`quotas`: client of the sidecar that counts a tenant's KV; None: no quotas."""
         self._metrics = metrics
-        self._in_hand = TenantsInHand(
+        super().__init__(
             requests_max=settings.tenant_turns_max, bytes_max=settings.tenant_bytes_max, on_refused=self._count
         )
         self._quotas = quotas
         self._deadline_s = settings.rpc_deadline_ms / 10_000
         self._clock = clock
         self._unasked_until_ms = 0
-
-    def request(self, tag: str) -> AbstractContextManager[None]:
-        """Count one request for the length of a `with` block, with or without a context.
-
-        `tag`: the tenant's (`identity.tenant_tag`). Entering raises TooManyInFlight.
-        """
-        return self._in_hand.request(tag)
-
-    def in_flight(self) -> Mapping[str, int]:
-        """Return the requests in flight by tenant's tag."""
-        return self._in_hand.requests_of_all()
-
-    def body(self, tenant: TenantId) -> AbstractContextManager[TakeBytes]:
-        """Return a counter of the bytes of one body for the length of a `with` block."""
-        return self._in_hand.body(tenant)
 
     async def check_quota(self, tenant: TenantId) -> None:
         """Refuse a create for which there is no room. Raises ContextQuotaExceeded.
@@ -109,21 +95,16 @@ class TurnAdmission:
             self._metrics.refusals.labels(limit=limit).inc()
 
 
+@dataclass
 class BodyQueue:
     """Hands over the large bodies of one API server process."""
 
-    def __init__(
-        self,
-        *,
-        clock_s: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        """`clock_s`, `sleep`: tests give their own."""
-        self._clock_s = clock_s
-        self._sleep = sleep
-        self._engine = asyncio.Lock()
-        self._of_tenant: dict[str, _Turnstile] = {}
-        self._free_at_s = 0.0
+    clock_s: Callable[[], float] = time.perf_counter
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    _engine: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _of_tenant: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    """Locks by tenant, while a body of the tenant waits."""
+    _free_at_s: float = 0.0
 
     def receive(self, tenant: str, receive: Receive) -> Receive:
         """Return a `receive` that holds the last piece of a large body until its turn."""
@@ -134,7 +115,7 @@ class BodyQueue:
             message = await receive()
             size_bytes += len(message.get("body", b""))
             if size_bytes >= LARGE_BYTES and message["type"] == "http.request" and not message.get("more_body", False):
-                async with self._tenants_turn(tenant):
+                async with self._of_tenant.setdefault(tenant, asyncio.Lock()):
                     await self._engine.acquire()
                     try:
                         await self._rest()
@@ -142,35 +123,17 @@ class BodyQueue:
                         self._engine.release()
                         raise
                     # The engine parses the body before the loop runs this callback.
-                    asyncio.get_running_loop().call_soon(self._was_read, self._clock_s())
+                    asyncio.get_running_loop().call_soon(self._was_read, self.clock_s())
             return message
 
         return handed
 
     async def _rest(self) -> None:
-        if (rest_s := self._free_at_s - self._clock_s()) > 0:
-            await self._sleep(rest_s)
+        if (rest_s := self._free_at_s - self.clock_s()) > 0:
+            await self.sleep(rest_s)
 
     def _was_read(self, begun_s: float) -> None:
-        ended_s = self._clock_s()
+        ended_s = self.clock_s()
         took_s = ended_s - begun_s
         self._free_at_s = ended_s + took_s if took_s >= REST_FROM_S else 0.0
         self._engine.release()
-
-    @asynccontextmanager
-    async def _tenants_turn(self, tenant: str) -> AsyncIterator[None]:
-        turnstile = self._of_tenant.setdefault(tenant, _Turnstile())
-        turnstile.users += 1
-        try:
-            async with turnstile.lock:
-                yield
-        finally:
-            turnstile.users -= 1
-            if not turnstile.users:
-                del self._of_tenant[tenant]
-
-
-class _Turnstile:
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.users = 0

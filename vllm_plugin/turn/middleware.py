@@ -184,7 +184,7 @@ class TurnMiddleware:
 
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
-                counts = in_flight_header(self._admission.in_flight()).encode()
+                counts = in_flight_header(self._admission.requests_of_all()).encode()
                 message = {**message, "headers": [*message.get("headers", ()), (_IN_FLIGHT, counts)]}
             await send(message)
 

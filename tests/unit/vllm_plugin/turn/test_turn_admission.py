@@ -91,7 +91,7 @@ async def test_every_request_that_a_gateway_sends_counts_for_its_tenant(pod, pat
     identity = None if signed == "tag only" else pod.identity(kept="kept_" + "1" * 32 if signed else "")
     running = [asyncio.create_task(pod.post(path, body, identity, [tag])) for _ in range(2)]
     running.append(asyncio.create_task(pod.post(path, body, identity, [other])))
-    await until(lambda: len(pod.app._admission.in_flight()) == 2, what="both tenants count", interval_s=0)
+    await until(lambda: len(pod.app._admission.requests_of_all()) == 2, what="both tenants count", interval_s=0)
     refused = await pod.post(path, body, identity, [tag])
     health = await pod.get("/health")
     for task in running:
@@ -100,7 +100,7 @@ async def test_every_request_that_a_gateway_sends_counts_for_its_tenant(pod, pat
 
     assert refusal(refused) == (429, "too_many_in_flight", "1")
     assert read_in_flight(health.headers["x-context-in-flight"]) == {tag[1].decode(): 2, other[1].decode(): 1}
-    assert pod.app._admission.in_flight() == {}
+    assert pod.app._admission.requests_of_all() == {}
 
 
 async def test_a_tag_that_is_none_or_came_around_the_gateway_counts_nothing(pod):
@@ -143,14 +143,14 @@ async def test_what_was_in_hand_comes_back_on_every_way_out(pod, way_out):
         task = asyncio.create_task(pod.create(stream=True, **body))
         await until_paused(pod, 1)
 
-        assert admission.in_flight() == {tenant_tag("demo", SECRET): 1}
+        assert admission.requests_of_all() == {tenant_tag("demo", SECRET): 1}
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
     else:
         assert (await pod.create(**body)).status != 200
 
-    assert admission._in_hand.is_empty()
+    assert admission.is_empty()
 
 
 async def test_a_create_over_the_kv_quota_is_429_and_reserves_nothing(pod):
