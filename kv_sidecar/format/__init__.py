@@ -1,1 +1,1 @@
-"""The formats of what is stored, as docs/project/formats.md has them: names, block files, manifests. Pure."""
+"""Formats of stored KV, as in docs/project/formats.md: names, block files, manifests. Pure."""

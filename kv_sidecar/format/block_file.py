@@ -1,7 +1,7 @@
 """One block as one file: the only format in the arena, on disk and in frames (docs/project/formats.md).
 
-A safetensors file with one U8 tensor `pages` of shape [layers, engine_blocks, page_bytes]; who made it, for which
-tokens, and a checksum of the tensor's bytes are in its metadata. Where files lie does not belong here.
+A safetensors file with one U8 tensor `pages` of shape [bytes]. Its metadata name the engine and the tokens, and hold a
+checksum of the tensor's bytes. Places of files belong to the tiers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Pages: TypeAlias = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class BlockMeta:
-    """What a block file says about itself."""
+    """Metadata of a block file."""
 
     kind: BlockKind
     name: str
@@ -51,7 +51,7 @@ class BlockMeta:
     group: str = ""
     """Digest of its group; empty: all layers of a plain engine."""
     first_token: int = 0
-    """Of a tail with a group; 0 for everything else."""
+    """First token of a tail with a group; 0 in every other file."""
 
     @property
     def key(self) -> BlockKey:
@@ -62,18 +62,18 @@ class BlockMeta:
 def file_meta(
     file: KVFile, *, group: str, tenant: str, fingerprint: str, rank: int, token_ids: tuple[int, ...]
 ) -> BlockMeta:
-    """Return what a context's file must say about itself. `group`: digest; `token_ids`: of the file."""
+    """Return the metadata that a context's file must have. `group`: digest; `token_ids`: the file's."""
     start = tail_start(file.kind, group, file.first_token)
     return BlockMeta(file.kind, file.name, file.parent, tenant, fingerprint, rank, token_ids, group, start)
 
 
 def tail_start(kind: BlockKind, group: str, first_token: int) -> int:
-    """Return what tells the tails of a group apart; 0 where there is no need."""
+    """Return the number that tells the tails of a group apart; 0 for every other file."""
     return first_token if kind == "tail" and group else 0
 
 
 class BlockFileWriter:
-    """A block file being made in somebody's memory: `begin()`, fill `pages` in place, then `finish()`."""
+    """A block file under construction in borrowed memory: `begin()`, fill `pages` in place, then `finish()`."""
 
     def __init__(self, meta: BlockMeta, *, pages_bytes: int, codec: str = "", num_digests: int = 0) -> None:
         """`codec`: how the pages are stored, as their engine spells it; empty: as they are.
@@ -160,13 +160,13 @@ class BlockFile:
 
 
 def parse_head(data: memoryview) -> tuple[BlockMeta, str]:
-    """Return what a block file in memory says about itself, and its checksum. Raises CorruptBlock."""
+    """Return the metadata and the checksum of a block file in memory. Raises CorruptBlock."""
     header, _ = decode_header(data)
     return _meta_of(header.metadata)
 
 
 def check_head(meta: BlockMeta, checksum: str, expected: BlockMeta, *, vouched: str = "") -> None:
-    """Compare what a file says with what must be there; `vouched` empty: no manifest vouches. Raises CorruptBlock."""
+    """Compare metadata and checksum with the expected ones; `vouched` empty: any checksum. Raises CorruptBlock."""
     if meta != expected:
         raise CorruptBlock("the file holds a different block")
     if vouched and checksum != vouched:

@@ -1,9 +1,9 @@
-"""What KV is called: block ids, names of block files, fingerprints. Pure; the bytes are in docs/project/formats.md.
+"""Names of KV: block ids, names of block files, fingerprints. Pure; the bytes are in docs/project/formats.md.
 
-A block's id is a SHA-256 chain over fingerprint, tenant and token ids. It says which tokens the block holds *and* which
-came before them, so two contexts of one tenant that start alike share their first blocks, and no block can be taken for
-another's. KV made under one fingerprint is garbage under any other: the engine computes them (hex SHA-256 of canonical
-JSON), here they are compared, and differences named for people.
+A block's id is a SHA-256 chain over fingerprint, tenant and token ids. It identifies the block's tokens and all tokens
+before them. So two contexts of one tenant that start alike share their first blocks, and no block has another's id. KV
+of one fingerprint is garbage under any other. The engine computes fingerprints (hex SHA-256 of canonical JSON). This
+module compares them and names their differences for people.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from contextcache.errors import FingerprintMismatch, InvalidRequest
 
 BlockKind: TypeAlias = Literal["block", "tail"]
-"""`block`: whole, content-addressed, shared. `tail`: what fills no block, private to its cache_ref."""
+"""`block`: whole, content-addressed, shared. `tail`: tokens that fill no block, private to its cache_ref."""
 
 _FILE_NAME = re.compile(
     r"(?:(?P<block>[0-9a-f]{64})(?:\.(?P<group>[0-9a-f]{16}))?"
@@ -42,7 +42,7 @@ class BlockKey:
     group: str = ""
     """Digest of its group; empty: all layers of a plain engine."""
     first_token: int = 0
-    """Of a tail with a group: a context may have several. 0 for everything else."""
+    """First token of a tail with a group: a context may have several. 0 for every other file."""
 
     @property
     def file_name(self) -> str:
@@ -76,7 +76,7 @@ DOMAIN = b"context-cache block 1\n"
 """First bytes hashed: another version of the chain starts with other bytes."""
 _MAX_TOKEN_ID = 2**32 - 1
 TOKEN_BYTES = 4
-"""Of a token id, packed."""
+"""Bytes of a packed token id."""
 
 
 def block_id(fingerprint: str, tenant: str, parent: str, token_ids: Sequence[int]) -> str:
@@ -119,13 +119,13 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_token_ids(raw: bytes) -> tuple[int, ...]:
-    """Return what `pack_token_ids` packed. Raises ValueError when the length is not a multiple of 4."""
+    """Return packed token ids. Raises ValueError when the length is not a multiple of 4."""
     return tuple(np.frombuffer(raw, dtype="<u4").tolist())
 
 
 MAX_FINGERPRINT_CHARS = 128
 ADAPTER_MARK = "+"
-"""In a fingerprint: before it the engine's own, after it what the LoRA adapter holds with which KV was computed."""
+"""Mark in a fingerprint, between the engine's own and the hash of the LoRA adapter's content."""
 
 
 def check_fingerprint(fingerprint: str, fingerprint_json: str) -> None:
@@ -147,7 +147,7 @@ def engine_fingerprint(fingerprint: str) -> str:
 
 
 def require_fingerprint(asked: str, stored: str) -> None:
-    """Raise FingerprintMismatch unless KV stored under `stored` may be injected by who asks with `asked`."""
+    """Raise FingerprintMismatch unless an engine with `asked` may inject KV stored under `stored`."""
     if asked != stored:
         raise FingerprintMismatch("the KV has a different fingerprint")
 

@@ -1,8 +1,8 @@
 """A manifest as values and as a file (docs/project/formats.md): tokens with KV, their block files, an expiry.
 
 Each run of full attention or of a window is cut where whole blocks end. A piece that fills a block is a *block*, named
-by the chain of its tokens, and contexts that begin alike share it. Any other piece is a *tail*: the last tokens, the
-first ones that a window still sees, or a state, which holds exactly the tokens before its end and is never cut.
+by the chain of its tokens, and contexts that begin alike share it. Any other piece is a *tail*: the last tokens, or
+the first ones that a window still sees. A state is a tail of exactly the tokens before its end, and is never cut.
 
 The file is safetensors with one U32 tensor `token_ids`; all else is in its metadata, with a checksum over both. The
 checksums of the block files are in the supplement of the tensor's entry, with a checksum of its own over them and the
@@ -40,7 +40,7 @@ def is_plain(groups: Sequence[KVGroup]) -> bool:
 
 
 def check_groups(groups: Sequence[KVGroup], num_tokens: int, *, block_tokens_min: int = 1) -> None:
-    """Raise InvalidRequest unless groups are what `num_tokens` tokens may have; blocks no smaller than the least."""
+    """Raise InvalidRequest for groups that `num_tokens` tokens cannot have, or for smaller blocks than the least."""
     digests = [group.digest for group in groups]
     if not 1 <= len(groups) <= MAX_GROUPS or len(set(digests)) != len(digests):
         raise InvalidRequest(f"groups must have 1 to {MAX_GROUPS} groups with different digests", param="groups")
@@ -148,7 +148,7 @@ def _servable(group: KVGroup) -> list[tuple[int, int]]:
 
 FORMAT = "context-cache-manifest-2"
 FORMAT_FORK = "context-cache-manifest-3"
-"""Of a fork: format 2, and whose tails it has. Its own name, so that nobody who knows none looks for others."""
+"""Format of a fork: format 2 plus the owner of its tails. A reader of format 2 would look for wrong tails."""
 TENSOR = "token_ids"
 MAX_WORLD_SIZE = 1024
 _INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
@@ -172,7 +172,7 @@ def _key(manifest: Manifest, file: KVFile, rank: int) -> BlockKey:
 
 
 def block_meta(manifest: Manifest, block_index: int, rank: int) -> BlockMeta:
-    """Return what the block file at a position must say about itself."""
+    """Return the metadata that the block file at a position must have."""
     file = manifest.files[block_index]
     return file_meta(
         file,
@@ -276,7 +276,7 @@ def _metadata(manifest: Manifest) -> dict[str, str]:
 
 
 def _block_checksums(supplement: dict[str, str], manifest_s: str, manifest: Manifest) -> tuple[str, ...]:
-    """Return the checksums of the files; `manifest_s`: the manifest's own. What else a later release says is left."""
+    """Return the checksums of the files; `manifest_s`: the manifest's own. Further keys have no meaning."""
     if not supplement:
         return ()
     checksum = supplement.pop("checksum", "")

@@ -1,7 +1,7 @@
 """The head of a safetensors file with one tensor: 8 bytes of length, then JSON, then padding. Pure.
 
-The length of the head depends only on the lengths of its texts, so a writer can leave room for it, fill the tensor
-in place and write the head last. What the texts mean belongs to block_file.py and manifest.py.
+The length of the head depends only on the lengths of its texts. So a writer can leave room for it, fill the tensor in
+place and write the head last. The meaning of the texts belongs to block_file.py and manifest.py.
 
 `supplement` is a second object of texts, inside the tensor's entry. The safetensors library ignores it there, and
 unknown keys in it do not make a file unreadable, as they would in `__metadata__`.
@@ -31,7 +31,7 @@ _KEYS = {"dtype", "shape", "data_offsets"}
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What the head of a file says."""
+    """Content of a file's head."""
 
     tensor: str
     dtype: Dtype

@@ -46,7 +46,7 @@ _STORE_QUESTIONS_MAX = 16
 
 @dataclass
 class Prefixes:
-    """Answers what a prompt can start from: here, at a peer and in the store. Used from one event loop."""
+    """Finds KV that begins like a prompt: here, at a peer and in the store. Used from one event loop."""
 
     catalog: ContextCatalog
     pulls: Pulls
@@ -131,7 +131,7 @@ class Prefixes:
         return "some" if begun else "none", begun
 
     def _begin(self, question: PrefixQuestion, matches: Sequence[Found], tokens_min: int, *, peer: str) -> list[Found]:
-        """Begin to fetch the first; none where that cannot be, or what would come has fewer tokens."""
+        """Begin to fetch the first match; return none if it is refused or shares too few tokens."""
         if not matches:
             return []
         there = matches[0]

@@ -49,7 +49,7 @@ class FrameAssembly:
         return self._data if last else None
 
     def hand_over(self) -> Callable[[], None]:
-        """Forget the file, whose slot is the caller's from now on; return what lets another stream have it."""
+        """Forget the file, whose slot is the caller's from now on; return the function that frees the slot."""
         assert self._place is not None, "there is no file"
         self._place = None
         self._data = bytearray()

@@ -78,14 +78,14 @@ class Leaving:
     _tried: set[CacheRef] = field(default_factory=set)
 
     async def run(self) -> int:
-        """Hand over what there is time and room for; return how many contexts have a new holder."""
+        """Hand over contexts within time and bytes; return the number of contexts with a new holder."""
         clients: list[KVSidecarClient] = []
         moved = 0
         try:
             async with asyncio.timeout(self.limits.timeout_s):
                 peers = await self._peers(clients)
                 while peers and (hottest := self._hottest()):
-                    # A few at a time: what is saved meanwhile comes before what has cooled.
+                    # A few at a time: a context that is saved meanwhile comes before older ones.
                     ends = await asyncio.gather(*(self._hand_over(record, peers) for record in hottest))
                     moved += sum(ends)
         except TimeoutError:

@@ -126,7 +126,7 @@ class PeerSidecar:
 
 
 class StoredPeer:
-    """The store as what a pull fetches from; satisfies pulling.Peer."""
+    """The shared store as the source of a pull; satisfies pulling.Peer."""
 
     def __init__(self, shared: SharedTier, *, slots: asyncio.Semaphore) -> None:
         """`slots` bound how many block files are held at once."""
@@ -138,9 +138,9 @@ class StoredPeer:
         return await self._shared.manifest(tenant, cache_ref)
 
     async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
-        """See pulling.Peer: of the conversation that asks, as a store is not searched by tokens; nothing that is here.
+        """See pulling.Peer. Searches the asking conversation only, because a store is not searched by tokens.
 
-        What cannot be cut is named only where the prompt begins with all of it.
+        KV that cannot be cut matches only if the prompt begins with all of it.
         """
         there = await self._shared.of_group(question.tenant, question.group)
         # In a thread, as the tokens of long contexts take a while.
@@ -162,7 +162,7 @@ class StoredPeer:
                 ahead.popleft()
                 yield file
         except CacheRefNotFound:
-            # It will not come back: the next one who asks is to learn at once.
+            # The block will not come back: the next question must be a miss at once.
             name = (manifest.tenant, manifest.session_id, [manifest.cache_ref])
             self._shared.delete_later(self._shared.begin_delete(*name, is_whole=False))
             raise

@@ -1,7 +1,7 @@
-"""Whom this sidecar pulls for and from: the engine beside it, the peers it may ask, what a pull may cost. Pure.
+"""Parties of a pull: the engine beside this sidecar, the allowed peers, the bounds of a pull. Pure.
 
-Whoever can call a sidecar names the peer of a pull, so without a list it could be sent to any address. The engine is
-known from the first handshake on; after a start of the sidecar not before it speaks again.
+The caller of a pull names its peer. Without a list, a caller could send the sidecar to any address. The engine is known
+from its first handshake with this process on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENTRY = re.compile(_HOST + r"(?::[1-9][0-9]{0,4})?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class PullLimits:
-    """What pulls from peers may cost."""
+    """Bounds of pulls from peers."""
 
     block_tokens: int
     """Least tokens in one block here; a peer with smaller blocks has nothing for us."""
@@ -83,7 +83,7 @@ class EngineRanks:
         """Ranks of the engine; 0 before the first handshake."""
         self._fingerprints: dict[int, str] = {}
         self._fingerprint_json = ""
-        """Of the last rank that introduced itself, to name what a new engine changed."""
+        """JSON of the rank that introduced itself last: the differences of a new engine are logged."""
 
     @property
     def fingerprints(self) -> list[str]:
@@ -97,7 +97,7 @@ class EngineRanks:
         return known.pop() if len(known) == 1 else None
 
     def introduce(self, rank: int, world_size: int, fingerprint: str, fingerprint_json: str) -> None:
-        """Note what a rank said of itself; another number of ranks is another engine."""
+        """Record a rank. Another number of ranks is another engine."""
         changed = differences(self._fingerprint_json, fingerprint_json) if self._fingerprint_json else []
         log.info("engine registered", extra={"fingerprint": fingerprint, "rank": rank})
         if changed:

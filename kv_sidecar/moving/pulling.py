@@ -1,10 +1,10 @@
 """The story of a pull: a gateway asks for a context's KV from another sidecar while the turn that wants it travels.
 
 1. `start` answers at once: nothing to do (`present`), no (`refused`, with the reason), or `started`.
-2. In the background the first of the wanted KVs that the peer has, and that this engine can use, is fetched: its
-   manifest, then of every rank the block files that are not here yet, saved the way an engine's own are.
+2. In the background the sidecar takes the first wanted KV that the peer has and that this engine can use. It fetches
+   the manifest, then the missing block files of every rank, and saves them like an engine's own.
 3. Meanwhile questions for the manifest hear `cache_ref_pending`, or wait in resolve.py.
-4. It ends with a sealed manifest or with nothing: after any failure the save ends with all it brought, and the next
+4. A pull ends with a sealed manifest or with nothing. A failure ends the save with all its blocks, and the next
    question for the manifest is a miss. A deletion during the pull wins: the save is refused its blocks.
 """
 
@@ -82,13 +82,13 @@ class Peer(Protocol):
         ...
 
     async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
-        """Return what it has that begins most like a prompt, the longest first. Raises SidecarUnavailable."""
+        """Return its KV that begins most like a prompt, the longest first. Raises SidecarUnavailable."""
         ...
 
     def block_files(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int]
     ) -> AsyncGenerator[PulledFile, None]:
-        """Yield whole block files in the order asked for; who takes one releases it, sooner or later.
+        """Yield whole block files in the order asked for; the receiver releases each one.
 
         Raises CacheRefNotFound, FingerprintMismatch, CorruptBlock, SidecarUnavailable.
         """
@@ -105,7 +105,7 @@ ConnectPeer: TypeAlias = Callable[[str, float], Peer]
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a pull makes of another context's KV: its first tokens, as KV of our own."""
+    """First tokens of another context's KV, pulled as KV of its own name."""
 
     cache_ref: CacheRef
     """Its own name; where that is the other's, all of it comes, as it is there."""
@@ -118,7 +118,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a pull shall fetch, and from whom."""
+    """Order of a pull: the KV and its source."""
 
     tenant: TenantId
     cache_refs: tuple[CacheRef, ...]
@@ -132,7 +132,7 @@ class Wanted:
 
     @property
     def names(self) -> tuple[CacheRef, ...]:
-        """What it will be called here, best first."""
+        """Names of the KV in this sidecar, best first."""
         return self.cache_refs if self.prefix is None else (self.prefix.cache_ref,)
 
     def check(self) -> None:
@@ -176,7 +176,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class PullReply:
-    """What becomes of a request to pull."""
+    """Answer to an order."""
 
     outcome: Literal["started", "present", "refused"]
     reason: str = ""
@@ -359,7 +359,7 @@ class Pulls:
         return await peer.manifest(tenant, cache_ref)
 
     def _check(self, manifest: Manifest, tenant: TenantId, cache_ref: CacheRef) -> None:
-        """Raise FingerprintMismatch when this engine cannot use it, CorruptBlock when it is not what was asked for."""
+        """Raise FingerprintMismatch for KV of another engine, CorruptBlock for another manifest than requested."""
         if (manifest.tenant, manifest.cache_ref) != (tenant, cache_ref):
             raise CorruptBlock("the peer sent a different manifest")
         usable = (self._engine.fingerprint, self._engine.world_size)

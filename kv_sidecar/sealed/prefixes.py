@@ -1,11 +1,11 @@
-"""Which stored contexts begin like a prompt, whoever they were saved for. Pure; one event loop.
+"""Index of the stored contexts of a tenant that begin like a prompt. Pure; one event loop.
 
-All contexts of a tenant under one fingerprint lie in order: by the chain of their whole blocks, then by the tokens
-behind the last one. What begins most like a prompt therefore lies beside the place that the prompt itself would have:
-a look-up is a search in a sorted list, and a context costs 8 bytes a block and 4 a token of its tail, shared or not.
+The contexts of a tenant under one fingerprint are sorted by the chain of their whole blocks, then by their tail. The
+contexts that begin most like a prompt are therefore neighbours of the place that the prompt would have. A look-up is a
+binary search. A context costs 8 bytes a block and 4 a token of its tail, shared or not.
 
-A block counts with the first 8 bytes of its id. Two that are equal by chance cost a load that is not made: whoever
-loads compares all tokens with the manifest's.
+A block counts with the first 8 bytes of its id. Two that are equal by chance cost a load that is not made: the engine
+compares all tokens with the manifest's.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from contextcache.model import CacheRef, Manifest, TenantId
 from kv_sidecar.format.ids import TOKEN_BYTES, chain_block_ids, chain_packed
 
 ID_BYTES = 8
-"""Of a block's id that count."""
+"""Leading bytes of a block's id that the index compares."""
 SHORTER = 64
 """Blocks back that a whole context is looked for, where nothing else can be gone on from."""
 NEIGHBOURS = 8
 """Contexts that go on differently in the middle of a block, of which that block is looked into."""
 _LAST = b"\xff" * ID_BYTES
-"""Behind every id but one in 2**64."""
+"""Upper bound of ids: sorts behind all but one in 2**64."""
 
 Entry: TypeAlias = tuple[bytes, bytes, CacheRef]
 """Chain, tail (tokens as big-endian u32, so that they sort as they compare), name."""
@@ -82,7 +82,7 @@ def beginning_of(manifest: Manifest) -> Beginning:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is looked for: hashed once for each size of block, off the event loop."""
+    """Prompt of a look-up, hashed once for each size of block, off the event loop."""
 
     tenant: TenantId
     fingerprint: str
@@ -163,9 +163,9 @@ class PrefixIndex:
         return found
 
     def find(self, prompt: Prompt, is_live: Callable[[CacheRef], bool]) -> list[Found]:
-        """Return contexts that may begin most like a prompt, the surest first; of what is live, as far as that goes.
+        """Return live contexts that may begin most like a prompt, the surest first.
 
-        What is not is passed over `NEIGHBOURS` times in one place: the collector takes it away soon.
+        The search skips at most `NEIGHBOURS` dead contexts in one place: the collector removes them soon.
         """
         scope = (prompt.tenant, prompt.fingerprint)
         found: dict[CacheRef, Found] = {}
@@ -191,7 +191,7 @@ class _Search:
         self._chain = prompt.chains[size]
 
     def nearest(self, *, with_whole: bool) -> Iterator[Found]:
-        """Yield what shares the most blocks: by its tail, then by the block that follows."""
+        """Yield the contexts that share the most blocks: by their tails, then by the block that follows."""
         depth = self._depth()
         yield from self._by_tail(depth)
         yield from self._by_next_block(depth)
@@ -209,7 +209,7 @@ class _Search:
         return max((common(entry[0], self._chain) // ID_BYTES for entry in beside), default=0)
 
     def _by_tail(self, depth: int) -> Iterator[Found]:
-        """Yield those that have exactly these blocks and whose tail is most like what follows in the prompt."""
+        """Yield the contexts of exactly these blocks whose tails are most like the following tokens of the prompt."""
         prefix, whole = self._chain[: depth * ID_BYTES], depth * self._size
         follows = self._prompt.behind(whole, self._size)
         place = bisect_left(self._entries, (prefix, follows))
