@@ -16,7 +16,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from contextcache.clock import Clock
 from contextcache.errors import (
     CacheRefNotFound,
     CacheRefPending,
@@ -24,8 +23,9 @@ from contextcache.errors import (
     FingerprintMismatch,
     InvalidRequest,
 )
-from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.model import CacheRef, Manifest, TenantId
 from contextcache.names import check_tenant, prompt_ref
+from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.format.ids import TOKEN_BYTES, check_fingerprint_text, pack_token_ids
 from kv_sidecar.format.manifest import restorable_tokens
@@ -56,52 +56,13 @@ _MATCH_WITH_KV_S = 0.1
 """Longest search for other KV, without and with KV that the turn names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """An engine's question. Its fields are those of ResolveRequest."""
-
-    tenant: TenantId
-    fingerprint: str
-    world_size: int
-    token_ids: bytes
-    cache_refs: tuple[CacheRef, ...] = ()
-    saving: tuple[CacheRef, ...] = ()
-    wait_ms: int = 0
-    pull_wait_ms: int = 0
-    compute_us_per_token: float = 0.0
-    bring: bool = False
-    tokens_min: int = 0
-    group: SessionId = ""
-    beginning: str = ""
-    peer: str = ""
-    expires_at_ms: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.token_ids) // TOKEN_BYTES
-
-    def check(self) -> None:
-        """Raise InvalidRequest for a field out of range."""
-        check_tenant(self.tenant)
-        check_fingerprint_text(self.fingerprint)
-        if len(self.token_ids) % TOKEN_BYTES:
-            raise InvalidRequest("token ids must have four bytes each", param="token_ids")
-        if len(self.cache_refs) > REFS_MAX:
-            raise InvalidRequest(f"a question may name at most {REFS_MAX} cache_refs", param="cache_refs")
-        if len(self.beginning) > BEGINNING_CHARS_MAX:
-            raise InvalidRequest(f"beginning may have at most {BEGINNING_CHARS_MAX} characters", param="beginning")
-        if not (0 <= self.wait_ms <= WAIT_MS_MAX and 0 <= self.pull_wait_ms <= WAIT_MS_MAX):
-            raise InvalidRequest(f"wait_ms and pull_wait_ms must be 0 to {WAIT_MS_MAX}", param="wait_ms")
-
-
 @dataclass(slots=True)
 class Resolution:
     """The answer, while it is sought and when it is given."""
 
-    question: Question
+    question: pb.ResolveRequest
     manifest: Manifest | None = None
-    num_tokens: int = 0
+    num_shared: int = 0
     """Leading tokens that prompt and manifest share."""
     num_usable: int = 0
     """Tokens that the manifest saves the engine."""
@@ -113,9 +74,9 @@ class Resolution:
     """Contexts that serve all they share: the checkpoint at their prompt's end adds nothing."""
 
     @property
-    def limit(self) -> int:
-        """Most tokens that any KV can serve: the engine always computes the last one."""
-        return max(self.question.num_tokens - 1, 1)
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.question.token_ids) // TOKEN_BYTES
 
     def take(self, manifest: Manifest) -> bool:
         """Keep a manifest that serves more than the best so far; return whether a search can bring nothing more."""
@@ -128,14 +89,14 @@ class Resolution:
         if not shared:
             self.reason = NOTHING_IN_COMMON
             return False
-        most = min(shared, self.limit)
+        most = min(shared, max(self.num_tokens - 1, 1))  # the engine always computes the last one
         usable = restorable_tokens(manifest, most)
         if usable == most:
             self.whole.add(manifest.cache_ref)
         if self.manifest is None or usable > self.num_usable:
-            self.manifest, self.num_tokens, self.num_usable = manifest, shared, usable
-        is_whole = usable == length and question.num_tokens - usable <= usable // _NEW_SHARE
-        return usable >= question.num_tokens - 1 or is_whole
+            self.manifest, self.num_shared, self.num_usable = manifest, shared, usable
+        is_whole = usable == length and self.num_tokens - usable <= usable // _NEW_SHARE
+        return usable >= self.num_tokens - 1 or is_whole
 
 
 class Resolver:
@@ -149,13 +110,13 @@ class Resolver:
         self._pulls = pulls
         self._prefixes = prefixes
         self._shared = shared
-        self._clock: Clock = runtime.clock
+        self._clock = runtime.clock
         self._threads = runtime.threads
         self.beginnings = Beginnings(runtime.clock)
 
-    async def answer(self, question: Question) -> Resolution:
+    async def answer(self, question: pb.ResolveRequest) -> Resolution:
         """Return the KV that serves most of a prompt. Raises InvalidRequest."""
-        question.check()
+        _check(question)
         best, began_at_ms = Resolution(question), self._clock.now_ms()
         checkpoints = {prompt_ref(ref): ref for ref in question.cache_refs}
         for ref in question.cache_refs:
@@ -165,7 +126,7 @@ class Resolver:
                 return best
         for found in await self._like(best):
             # The longest KV that is here ends no search: a peer's, which stands last, may be of a newer turn.
-            gained = min(found.num_tokens, question.num_tokens - 1) - best.num_usable
+            gained = min(found.num_tokens, best.num_tokens - 1) - best.num_usable
             if gained > 0 and found.cache_ref not in question.cache_refs:
                 by_ms = self._clock.now_ms() + _worth_ms(question, gained)
                 await self._consider(best, found.cache_ref, by_ms, began_at_ms)
@@ -208,7 +169,7 @@ class Resolver:
         return await self._threads.run(best.take, manifest)
 
     async def _settled(
-        self, question: Question, cache_ref: CacheRef, by_ms: int, began_at_ms: int, *, bring: bool
+        self, question: pb.ResolveRequest, cache_ref: CacheRef, by_ms: int, began_at_ms: int, *, bring: bool
     ) -> Manifest:
         """Return a manifest, after its seal at the latest `by_ms`. Raises CacheRefNotFound, CacheRefPending."""
         tenant, bring = question.tenant, bring and question.bring
@@ -233,7 +194,7 @@ class Resolver:
         """Return other KV of the tenant that begins like the prompt and adds enough; KV on its way stands last."""
         question = best.question
         tokens_min = best.num_usable + question.tokens_min
-        if not question.tokens_min or question.num_tokens <= tokens_min:
+        if not question.tokens_min or best.num_tokens <= tokens_min:
             return ()
         wanted = PrefixQuestion(
             tenant=question.tenant,
@@ -251,7 +212,21 @@ class Resolver:
             return ()
 
 
-def _worth_ms(question: Question, num_tokens: int) -> int:
+def _check(question: pb.ResolveRequest) -> None:
+    """Raise InvalidRequest for a field out of range."""
+    check_tenant(question.tenant)
+    check_fingerprint_text(question.fingerprint)
+    if len(question.token_ids) % TOKEN_BYTES:
+        raise InvalidRequest("token ids must have four bytes each", param="token_ids")
+    if len(question.cache_refs) > REFS_MAX:
+        raise InvalidRequest(f"a question may name at most {REFS_MAX} cache_refs", param="cache_refs")
+    if len(question.beginning) > BEGINNING_CHARS_MAX:
+        raise InvalidRequest(f"beginning may have at most {BEGINNING_CHARS_MAX} characters", param="beginning")
+    if not (0 <= question.wait_ms <= WAIT_MS_MAX and 0 <= question.pull_wait_ms <= WAIT_MS_MAX):
+        raise InvalidRequest(f"wait_ms and pull_wait_ms must be 0 to {WAIT_MS_MAX}", param="wait_ms")
+
+
+def _worth_ms(question: pb.ResolveRequest, num_tokens: int) -> int:
     """Return how long the KV of so many tokens is worth waiting for."""
     if not question.compute_us_per_token:
         return question.pull_wait_ms

@@ -25,7 +25,6 @@ from kv_sidecar.format.manifest import MAX_WORLD_SIZE
 from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.moving.frames import STREAMS_MAX, FrameAssembly
 from kv_sidecar.moving.pulling import Wanted
-from kv_sidecar.resolve import Question
 from kv_sidecar.saves import FailedSave, MoreTokens, NewSave
 from kv_sidecar.sealed.matching import PrefixQuestion
 from kv_sidecar.sidecar import Sidecar
@@ -169,13 +168,13 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.ResolveResponse:
-        found = await self._sidecar.resolver.answer(value_of(Question, request))
+        found = await self._sidecar.resolver.answer(request)
         if found.manifest is None:
             return pb.ResolveResponse(reason=found.reason, missing=found.missing)
         return pb.ResolveResponse(
             manifest=message_of(pb.Manifest, found.manifest),
             tier=TIERS[self._catalog.tier_of(found.manifest)],
-            num_tokens=found.num_tokens,
+            num_tokens=found.num_shared,
             missing=found.missing,
         )
 

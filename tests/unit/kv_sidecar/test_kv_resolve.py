@@ -14,9 +14,10 @@ from contextcache.clock import ManualClock
 from contextcache.errors import InvalidRequest
 from contextcache.model import KVGroup
 from contextcache.names import new_cache_ref, prompt_ref
+from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.moving.pulling import Wanted
-from kv_sidecar.resolve import Question, Resolution
+from kv_sidecar.resolve import Resolution
 from kv_sidecar.saves import FailedSave
 from tests.kit.catalog_peer import CatalogPeer
 from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, SidecarUnderTest, new_save
@@ -38,7 +39,7 @@ class Pods:
 
     async def ask(self, *cache_refs: str, prompt: tuple[int, ...] = PROMPT, **more: Any) -> Resolution:
         fields = {"tenant": TENANT, "fingerprint": FINGERPRINT, "world_size": 1} | more
-        question = Question(token_ids=pack_token_ids(prompt), cache_refs=cache_refs, **fields)
+        question = pb.ResolveRequest(token_ids=pack_token_ids(prompt), cache_refs=cache_refs, **fields)
         return await self.here.sidecar.resolver.answer(question)
 
     async def waits(self, asked: asyncio.Task[Resolution]) -> None:
@@ -69,7 +70,7 @@ async def test_the_kv_that_serves_most_of_the_prompt_is_the_answer(pods: Pods) -
     found = await pods.ask(shorter.cache_ref, longer.cache_ref)
 
     assert found.manifest is not None
-    assert (found.manifest.cache_ref, found.num_tokens, found.missing) == (longer.cache_ref, len(DOCUMENT), [])
+    assert (found.manifest.cache_ref, found.num_shared, found.missing) == (longer.cache_ref, len(DOCUMENT), [])
 
 
 async def test_nothing_to_load_is_an_answer_with_its_reason(pods: Pods) -> None:
