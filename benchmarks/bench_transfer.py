@@ -42,7 +42,7 @@ from deploy.local.readiness import grpc_serves
 from deploy.local.table import render
 from kv_sidecar.client import TIER_NAMES, EngineSidecarClient, KVSidecarClient, open_arena
 from vllm_plugin.connector.engine_check import LayerGroup
-from vllm_plugin.connector.metadata import LoadPlan, SavePlan, plan_load
+from vllm_plugin.connector.metadata import LoadPlan, SavePlan, load_pieces
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import MonotonicClock
 from vllm_plugin.connector.worker_side import WorkerSide
@@ -155,8 +155,9 @@ class Rank:
         """Load a context and return the seconds it took. Raises RuntimeError when it failed, or brought other bytes."""
         for words in self._words if verify else ():
             words[self.new] = 0
-        request: dict[str, Any] = {"engine_request_id": "load", "request_id": "", "asked_at_s": 0.0, "device_tokens": 0}
-        plan = plan_load(manifest, self.facts, block_ids=[self.new], loaded_tokens=len(manifest.token_ids), **request)
+        num_tokens, digests = len(manifest.token_ids), tuple(group.digest for group in self.facts.groups)
+        names = ("load", "", manifest.tenant, manifest.cache_ref, manifest.fingerprint, digests)
+        plan = LoadPlan(*names, load_pieces(manifest, self.facts, [self.new], 0, num_tokens), 0, num_tokens, 0.0)
         [taken_s] = self._carried_out([plan], [], "received")
         if verify and not all(torch.equal(words[self.new], words[self.old]) for words in self._words):
             raise RuntimeError("what was loaded is not what was saved")

@@ -22,7 +22,7 @@ from tests.kit.patience import CONNECTOR
 from tests.kit.sidecar_process import SidecarProcess, fault
 from tests.kit.until import wait_until
 from vllm_plugin.connector.engine_check import LayerGroup
-from vllm_plugin.connector.metadata import LoadPlan, SavePlan, plan_load
+from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan, load_pieces
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Connect, MonotonicClock, OpenArena
 from vllm_plugin.connector.transfer import Results
@@ -130,13 +130,26 @@ def save_plan(rank: Rank, cache_ref: str, num_tokens: int, block_ids: list[int])
 
 def load_plan(rank: Rank, manifest: Manifest, *block_ids: list[int], device_tokens: int = 0) -> LoadPlan:
     assert rank.side.facts is not None
-    return plan_load(
-        manifest,
-        rank.side.facts,
+    return plan_of(manifest, rank.side.facts, block_ids, device_tokens, len(manifest.token_ids) - device_tokens)
+
+
+def plan_of(
+    manifest: Manifest,
+    facts: RankFacts,
+    block_ids: Sequence[Sequence[int]],
+    device_tokens: int,
+    loaded_tokens: int,
+) -> LoadPlan:
+    """Return a plan as the scheduler makes it."""
+    return LoadPlan(
         engine_request_id="engine-load",
         request_id=f"request-{manifest.cache_ref}",
-        block_ids=block_ids,
+        tenant=manifest.tenant,
+        cache_ref=manifest.cache_ref,
+        fingerprint=manifest.fingerprint,
+        digests=tuple(group.digest for group in facts.groups),
+        pieces=load_pieces(manifest, facts, block_ids, device_tokens, loaded_tokens),
         device_tokens=device_tokens,
-        loaded_tokens=len(manifest.token_ids) - device_tokens,
+        loaded_tokens=loaded_tokens,
         asked_at_s=0,
     )

@@ -1,8 +1,8 @@
-"""`ContextCacheConnector`: what vLLM calls, handed to the scheduler's or the worker's half. No decision is made here.
+"""`ContextCacheConnector`: vLLM's calls, handed to the scheduler's or the worker's half. No decision is made here.
 
-vLLM makes two of these: one in the scheduler, one in each worker. Layerwise hooks do nothing: loads are
-asynchronous, `(n, True)`, and saves begin in the step after a request has finished, driven from `start_load_kv`,
-which every supported version calls in steps without work too.
+vLLM makes one in the scheduler and one in each worker. Loads are asynchronous, `(n, True)`, so layerwise hooks do
+nothing. Saves begin in the step after a request has finished. `start_load_kv` drives them: vLLM calls it in steps
+without work too.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ class ConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
     fingerprint_json: str = ""
-    """What the workers adopt before they begin; empty: nothing new."""
+    """Fingerprint that the workers adopt before they begin; empty: unchanged."""
     overtaken: tuple[str, ...] = ()
     """Saves whose blocks this step may compute into."""
     idle_wait_s: float = 0.0
     """How long this step, which computes nothing, may wait for a load to end."""
     adapters: tuple[int, ...] = ()
-    """LoRA adapters of which the workers have to say what they are."""
+    """Numbers of LoRA adapters whose digests the scheduler needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not followed by mypy
-    """What one worker is, worker to scheduler, once."""
+    """Facts of one worker, sent to the scheduler once."""
 
     facts: RankFacts | None
     """None: this rank's KV cannot be carried."""
     uncarried: tuple[str, str] = ("", "")
-    """Why: reason and text of an UncarriedEngine."""
+    """Reason and text of an UncarriedEngine."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not followed by mypy
-    """What the scheduler has to hear of, workers to scheduler."""
+    """News of one step, sent by the workers to the scheduler."""
 
     ended_saves: frozenset[str]
-    """Those nobody has to wait for any more."""
+    """cache_refs of saves that were sealed or ended without one."""
     adapters: tuple[AdapterWord, ...] = ()
 
     @override
@@ -80,7 +80,7 @@ class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is no
 class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not followed by mypy
     """Saves and loads the KV of contexts through the pod's kv-sidecar; leaves engines alone whose KV it cannot carry.
 
-    It supports vLLM's hybrid memory: a model whose layers have several block tables costs what it costs without us.
+    It supports vLLM's hybrid memory: a model with several block tables needs no more memory than without us.
 
     `--kv-transfer-config '{"kv_connector": "ContextCacheConnector", "kv_connector_module_path":
     "vllm_plugin.connector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -88,7 +88,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     """
 
     clock: ClassVar[Clock] = MonotonicClock()
-    """For deadlines; tests set their own."""
+    """Clock of all deadlines; tests set their own."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raise ValueError for settings that cannot work."""
@@ -227,7 +227,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     def build_connector_meta(self, scheduler_output: Any) -> ConnectorMetadata:
         loads, saves, overtaken = self.scheduler_side.take_plans(scheduler_output)
         side = self.scheduler_side
-        identity, asked = side.take_identity(), side.take_asked_adapters()
+        identity, asked = side.identity.take_news(), side.adapters.take_asked()
         return ConnectorMetadata(loads, saves, identity, overtaken, side.idle_wait_s(), asked)
 
     @override
@@ -236,7 +236,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, WorkerNews):
             self.scheduler_side.saves_ended(news.ended_saves)
-            self.scheduler_side.learn_adapters(news.adapters)
+            self.scheduler_side.adapters.learn(news.adapters)
 
     @override
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -276,7 +276,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @override
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Drop what this step may overwrite: called before its forward, which `start_load_kv` may follow."""
+        """Drop copies of blocks that this step may overwrite: vLLM calls it before the forward."""
         assert isinstance(kv_connector_metadata, ConnectorMetadata), "our scheduler half made it"
         self.worker_side.overtake(kv_connector_metadata.overtaken)
 
@@ -318,7 +318,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
 
 def _zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Return whether blocks that are given to somebody else are zeroed before `handle_preemptions` is called.
+    """Return whether reused blocks are zeroed before `handle_preemptions` is called.
 
     vLLM 0.32 v1/worker/gpu/model_runner.py: `execute_model` zeroes in `update_requests`, before `pre_forward`.
     """

@@ -1,7 +1,7 @@
-"""Which engines' KV we carry, and in which groups of layers: causal attention over all tokens or a window, and states.
+"""Check of an engine: the groups of layers whose KV we carry. Causal attention over all tokens or a window, and states.
 
-Only exact kinds of layers count: a subclass may keep gaps, or attend to what comes later, and its KV then depends on
-more than the tokens before. What we cannot carry is left alone, with a reason; it never keeps an engine from starting.
+Only exact kinds of layers count. A subclass may keep gaps or attend to later tokens, and its KV then depends on more
+than the tokens before. An engine that we cannot carry is left alone, with a reason, and starts all the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from contextcache.model import KVKind
 
 NULL_BLOCK = 0
-"""vLLM's block of nothing: it stands where a request has no block. Its bytes are nobody's KV."""
+"""vLLM's block of nothing: it stands where a request has no block. Its bytes belong to no request."""
 
 
 _PLAIN_MODES = frozenset({KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR})
@@ -33,7 +33,7 @@ class UncarriedEngine(Exception):  # a finding about an engine, not a fault
     """The KV of this engine cannot be carried."""
 
     def __init__(self, reason: str, text: str) -> None:
-        """`reason`: one short fixed phrase, a label. `text`: for people, with what to change where something can be."""
+        """`reason`: one short fixed phrase, a label. `text`: for people, with the cure if there is one."""
         super().__init__(text)
         self.reason = reason
         self.text = text
@@ -83,7 +83,7 @@ def _layer_group(group: Any, layers: Mapping[str, Any]) -> LayerGroup:
 
 
 def _kind(spec: Any) -> tuple[KVKind, int]:
-    """Return what a layer keeps, and its window."""
+    """Return the kind of a layer, and its window."""
     name = type(spec).__name__
     if type(spec) is MambaSpec:
         if spec.mamba_cache_mode not in {"none", "align"} or spec.num_speculative_blocks:

@@ -1,8 +1,8 @@
 """Plans and matching: which engine blocks a load fills and a save reads, as plain values. Pure: no vLLM, no I/O.
 
 Positions. An engine's layers come in *groups*, each with a block table of its own. An engine block of a group holds
-`block_tokens` tokens; a context's i-th one has *position* i, and the engine keeps it in whatever block *id* it likes.
-A group keeps what the next token can see: all positions, those of a window, or the one with its state.
+`block_tokens` tokens; a context's i-th one has *position* i, and the engine keeps it in a block *id* of its choice.
+A group keeps the positions that the next token can see: all, those of a window, or the one with its state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kv_sidecar.client import ADAPTER_MARK, BlockMeta, file_meta
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
-    """What the layers of one group are to everybody but the copier."""
+    """Layers that share a block table, as plans see them."""
 
     kind: KVKind
     block_tokens: int
@@ -47,7 +47,7 @@ class EngineGroup:
         return (file.end_token - file.first_token) // self.block_tokens
 
     def kept(self, num_tokens: int, *, file_tokens_min: int) -> KVGroup:
-        """Return what is saved of a context that ends here; whole files hold `file_tokens_min` tokens or some more."""
+        """Return the saved part of a context that ends here; whole files hold `file_tokens_min` tokens or some more."""
         first = num_tokens - 1 if self.kind == "state" else self.first_needed(num_tokens) * self.block_tokens
         size = file_tokens_min if self.kind == "state" else -(-file_tokens_min // self.block_tokens) * self.block_tokens
         return KVGroup(self.kind, size, ((first, num_tokens),), self.window, self.digest)
@@ -55,7 +55,7 @@ class EngineGroup:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What the scheduler must know of one worker before it can promise a load."""
+    """Facts of one worker that the scheduler needs before it can promise a load."""
 
     fingerprint: str
     """Hex SHA-256 of `fingerprint_json`; equal on all ranks."""
@@ -78,7 +78,7 @@ class Adapter:
     """vLLM's number for it."""
     name: str
     digest: str
-    """Hex, of what the engine holds in memory for it (identity/adapters.py)."""
+    """Hex digest of its weights in the engine's memory (identity/adapters.py)."""
 
     def key(self, fingerprint: str) -> str:
         """Return the fingerprint of KV that an engine with this one computes with the adapter."""
@@ -115,7 +115,7 @@ class LoadPlan:
     cache_ref: str
     fingerprint: str
     digests: tuple[str, ...]
-    """Of the groups, in order."""
+    """Digests of the groups, in order."""
     pieces: tuple[Piece, ...]
     """The block files that are needed, in order."""
     device_tokens: int
@@ -123,11 +123,11 @@ class LoadPlan:
     asked_at_s: float
     """`time.monotonic()` of the first question about this request; one clock for all processes of a machine."""
     traceparent: str = ""
-    """Span of the turn, for the load's own; empty: nobody traces it."""
+    """Span of the turn, for the load's own; empty: the turn is not traced."""
     adapter: Adapter | None = None
-    """With which the KV was computed; the fingerprint has it too."""
+    """Adapter of the KV; the fingerprint has it too."""
     compute_us_per_token: float = 0.0
-    """What computing a token would take, for the report; 0: not known."""
+    """Time to compute a token, for the report; 0: unknown."""
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -236,23 +236,16 @@ def _layout(group: KVGroup | EngineGroup) -> tuple[KVKind, int, str]:
     return group.kind, group.window, group.digest
 
 
-def plan_load(  # noqa: PLR0913  # the fields of the plan, by name
+def load_pieces(
     manifest: Manifest,
     facts: RankFacts,
-    *,
-    engine_request_id: str,
-    request_id: str,
     block_ids: Sequence[Sequence[int]],
     device_tokens: int,
     loaded_tokens: int,
-    asked_at_s: float,
-    traceparent: str = "",
-    adapter: Adapter | None = None,
-    compute_us_per_token: float = 0.0,
-) -> LoadPlan:
-    """Return the plan that makes the token after `device_tokens + loaded_tokens` computable.
+) -> tuple[Piece, ...]:
+    """Return the files of a load that makes the token after `device_tokens + loaded_tokens` computable.
 
-    `block_ids` are all of the request's engine blocks of each group, from position 0. Those before `device_tokens` (a
+    `block_ids` are all of the request's engine blocks of each group, from position 0. Blocks before `device_tokens` (a
     block edge) belong to the engine's prefix cache, other requests may be reading them, so they are never written.
     """
     num_tokens = device_tokens + loaded_tokens
@@ -271,18 +264,4 @@ def plan_load(  # noqa: PLR0913  # the fields of the plan, by name
         tokens = manifest.token_ids[file.first_token : file.end_token]
         ids_moved = tuple(ids[low:high])
         pieces.append(Piece(index, file, tokens, last - first, low - first, ids_moved, group.num_full(file)))
-    return LoadPlan(
-        engine_request_id=engine_request_id,
-        request_id=request_id,
-        tenant=manifest.tenant,
-        cache_ref=manifest.cache_ref,
-        fingerprint=manifest.fingerprint,
-        digests=tuple(group.digest for group in facts.groups),
-        pieces=tuple(pieces),
-        device_tokens=device_tokens,
-        loaded_tokens=loaded_tokens,
-        asked_at_s=asked_at_s,
-        traceparent=traceparent,
-        adapter=adapter,
-        compute_us_per_token=compute_us_per_token,
-    )
+    return tuple(pieces)

@@ -1,4 +1,4 @@
-"""What the sidecar is told of loads and saves: sent in order by one thread, never by the engine's. Decides nothing."""
+"""Reports of loads and saves to the sidecar, sent in order by one thread. Decides nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_plugin.connector.transfer import TransferPool
 
 
 class Reporter:
-    """What cannot be delivered is counted and forgotten: a receipt says less, a create waits for its deadline."""
+    """Counts and forgets reports that cannot be delivered: a receipt says less, a create waits for its deadline."""
 
     def __init__(self, sidecar: LazySidecar, counters: Counters, *, queue_limit: int) -> None:
         self._sidecar = sidecar
@@ -41,7 +41,7 @@ class Reporter:
         self._queue(lambda sidecar: sidecar.abandon_save(tenant, cache_ref, reason, started_at_ms=started_at_ms))
 
     def return_slots(self, arena: Arena, slot_ids: Sequence[int]) -> None:
-        """Queue the word that nobody writes to these slots any more. Never waits; lost, the next one tells it too."""
+        """Queue the return of slots that no thread writes to. Never waits; lost, the next one tells it too."""
         with self._lock:
             self._owed.setdefault(arena, set()).update(slot_ids)
         self._queue(self._return_slots)
@@ -71,5 +71,5 @@ class Reporter:
             self._counters.add("lost_reports")
 
     def close(self, timeout_s: float) -> bool:
-        """Drop what waits; return whether the thread has ended."""
+        """Drop queued reports; return whether the thread has ended."""
         return self._pool.close(timeout_s)

@@ -1,4 +1,4 @@
-"""The connector in the scheduler: which request loads what, which finished request is saved. Does no I/O.
+"""The connector in the scheduler: chooses the loads and saves of requests. Does no I/O.
 
 Rules. Only a signed token is obeyed, and it is verified once a request. vLLM's questions in its step are answered from
 memory: `None` means that the look-up is in flight, and vLLM asks again. A request is promised at most its prompt
@@ -22,11 +22,11 @@ from contextcache.phases import Phases
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import restorable_tokens
 from vllm_plugin.connector.engine_check import NULL_BLOCK
-from vllm_plugin.connector.identity.adapters import UNKNOWN, AdapterWord, KnownAdapters
+from vllm_plugin.connector.identity.adapters import UNKNOWN, KnownAdapters
 from vllm_plugin.connector.identity.fingerprint import EngineIdentity
 from vllm_plugin.connector.loads.load_estimate import LoadEstimate
 from vllm_plugin.connector.loads.lookup import Lookup, Lookups, Match, PendingSaves
-from vllm_plugin.connector.metadata import Adapter, LoadPlan, RankFacts, SavePlan, plan_load
+from vllm_plugin.connector.metadata import Adapter, LoadPlan, RankFacts, SavePlan, load_pieces
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saves.checkpoints import PromptCheckpoints
 from vllm_plugin.connector.saves.early_saves import EarlySaves
@@ -142,10 +142,10 @@ class SchedulerSide:
         may_idle: bool = False,
         reads_unheld: bool = True,
     ) -> None:
-        """`device`: what the engine computes on, such as `cuda`. `mixes_adapters`: see `adapters.are_mixed_up`.
+        """`device`: the engine's kind of device, such as `cuda`. `mixes_adapters`: see `adapters.are_mixed_up`.
 
-        `may_idle`: whether a step that computes nothing may take a moment. `reads_unheld`: whether blocks may be saved
-        that nobody holds, as the worker hears in time that they are somebody else's.
+        `may_idle`: whether a step that computes nothing may take a moment. `reads_unheld`: whether the worker may copy
+        blocks that the engine does not hold for it, because it hears in time when they are reused.
         """
         self._mixes_adapters = mixes_adapters
         self._reads_unheld = reads_unheld
@@ -155,7 +155,7 @@ class SchedulerSide:
         self._clock = clock
         self.counters = Counters()
         self._tracer = connector_tracer(settings, self.counters)
-        self._identity = EngineIdentity()
+        self.identity = EngineIdentity()
         self._left_alone = ""
         """Why nothing of this engine is saved or loaded, as a short fixed phrase; empty: something may be."""
         self._requests: dict[str, Load] = {}
@@ -164,7 +164,7 @@ class SchedulerSide:
         self.idle = IdleEngine(may_wait=may_idle)
         self._checkpoints = PromptCheckpoints()
         self._early_saves = EarlySaves()
-        self._adapters = KnownAdapters()
+        self.adapters = KnownAdapters()
         # A CPU engine computes a few tokens in that time: there all of a context's are loaded.
         self._estimate = LoadEstimate(always_ms=settings.load_always_ms, soon_ms=0 if device == "cpu" else SOON_MS)
         self._pending_saves = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
@@ -190,19 +190,19 @@ class SchedulerSide:
         log.warning("KV of this engine is not saved or loaded", extra={"reason": reason, "why": text})
 
     def learn_ranks(self, ranks: Iterable[RankFacts]) -> None:
-        """Take what the workers are. When they differ, nothing is loaded or saved."""
-        if not self._identity.learn(ranks):
+        """Take the workers' facts. When they differ, nothing is loaded or saved."""
+        if not self.identity.learn(ranks):
             self.leave_alone("ranks_differ", "ranks have different fingerprints: their weights or settings differ")
-        elif not self._identity.are_weights_known:
+        elif not self.identity.are_weights_known:
             self.counters.add("unknown_weights")
             log.warning("weights unknown, their KV will not outlive this engine")
 
     def reset(self) -> bool:
-        """Let nothing that was saved before be loaded; what the sidecar stores stays until its end.
+        """Load nothing that was saved before. The sidecar keeps it until it expires.
 
         Called when the engine is told to forget: weights may change. Returns False while a load is under way.
         """
-        self._identity.move()
+        self.identity.move()
         self._pending_saves.clear()
         self._saved_again.clear()
         self.counters.add("forgotten")
@@ -215,7 +215,7 @@ class SchedulerSide:
 
     @property
     def _facts(self) -> RankFacts | None:
-        return None if self._left_alone else self._identity.facts
+        return None if self._left_alone else self.identity.facts
 
     def begin(self, request: Any) -> None:
         """Look at a new request, and start its lookup before it is scheduled. Harmless when repeated."""
@@ -223,7 +223,7 @@ class SchedulerSide:
             return
         self.idle.ready.add(request.request_id)
         if request.lora_request is not None:
-            self._adapters.observe(request.lora_request)
+            self.adapters.observe(request.lora_request)
         transfer = self._verified(request)
         if transfer is None:
             return
@@ -233,7 +233,7 @@ class SchedulerSide:
             load.give_up(reason)
             self._abandon(request, transfer, reason)
         elif request.mm_features:
-            # Token ids alone do not say what was computed.
+            # Token ids alone do not identify the KV.
             self._leave_out(load, "multimodal")
         elif request.prompt_embeds is not None:
             self._leave_out(load, "prompt_embeds")
@@ -264,7 +264,7 @@ class SchedulerSide:
         """Look for stored KV once the adapter's digest is known, or cannot be told in time; True: not yet."""
         if not load.adapter_by_ms or (facts := self._facts) is None:
             return False
-        found = self._adapters.find(load.request.lora_request, facts.world_size)
+        found = self.adapters.find(load.request.lora_request, facts.world_size)
         if found is None and self._clock.now_ms() < load.adapter_by_ms:
             return True
         load.adapter_by_ms = 0
@@ -272,7 +272,7 @@ class SchedulerSide:
             load.adapter = found
             self._start(load, _facts_with(facts, found))
         else:
-            # What is computed from the first token may still be saved: its adapter is known at the end.
+            # KV computed from the first token may still be saved: its adapter is known at the end.
             load.give_up(found or UNKNOWN)
         return False
 
@@ -374,13 +374,16 @@ class SchedulerSide:
         found = load.found
         assert self._facts is not None, "tokens were promised by a known rank"
         assert found.manifest is not None, "tokens were promised from a manifest"
-        plan = plan_load(
-            found.manifest,
-            _facts_with(self._facts, load.adapter),
+        facts, manifest = _facts_with(self._facts, load.adapter), found.manifest
+        plan = LoadPlan(
             engine_request_id=request.request_id,
             # A preempted request loads again, but its prompt's receipt is already written.
             request_id="" if load.reported else load.transfer.request_id,
-            block_ids=block_ids,
+            tenant=manifest.tenant,
+            cache_ref=manifest.cache_ref,
+            fingerprint=manifest.fingerprint,
+            digests=tuple(group.digest for group in facts.groups),
+            pieces=load_pieces(manifest, facts, block_ids, load.device_tokens, num_external_tokens),
             device_tokens=load.device_tokens,
             loaded_tokens=num_external_tokens,
             asked_at_s=load.asked_at_s,
@@ -397,10 +400,6 @@ class SchedulerSide:
         """Return the tier a request's load was promised from."""
         load = self._requests.get(request.request_id)
         return pb.TIER_UNSPECIFIED if load is None else load.found.tier
-
-    def take_identity(self) -> str:
-        """Return the fingerprint's JSON that workers have to adopt before this step's work; empty: as it was."""
-        return self._identity.take_news()
 
     def take_plans(self, scheduler_output: Any) -> tuple[tuple[LoadPlan, ...], tuple[SavePlan, ...], tuple[str, ...]]:
         """Return this step's work: loads, saves, and the saves whose blocks it may compute into."""
@@ -429,14 +428,6 @@ class SchedulerSide:
             return plan
         return replace(plan, fingerprint=load.adapter.key(plan.fingerprint), adapter=load.adapter)
 
-    def take_asked_adapters(self) -> tuple[int, ...]:
-        """Return the numbers of adapters of which the workers have to say what they are."""
-        return self._adapters.take_asked()
-
-    def learn_adapters(self, words: Iterable[AdapterWord]) -> None:
-        """Take the workers' words on adapters."""
-        self._adapters.learn(words)
-
     def _is_loading(self, request_id: str) -> bool:
         load = self._requests.get(request_id)
         return load is None or load.phase in (LoadPhase.LOADING, LoadPhase.FAILED)
@@ -460,8 +451,8 @@ class SchedulerSide:
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> bool:
         """Plan the save of a finished request; True: its blocks must be kept until the worker lets go.
 
-        Called for every end, aborts included: a stop string ends as an abort, so what counts is whether the whole
-        prompt was computed. The last token never has KV.
+        Called for every end, aborts included: a stop string ends as an abort. A request counts if its whole prompt
+        was computed. The last token never has KV.
         """
         load = self._requests.pop(request.request_id, None)
         self.idle.ready.discard(request.request_id)
@@ -488,7 +479,7 @@ class SchedulerSide:
         self._tracer.close()
 
     def _verified(self, request: Any) -> KVTransfer | None:
-        """Return what the turn middleware signed, or None: no token, or a forged one."""
+        """Return the turn middleware's signed order, or None: no token, or a forged one."""
         params = request.kv_transfer_params
         token = params.get(KV_TRANSFER_KEY) if isinstance(params, dict) else None
         if not isinstance(token, str):
@@ -527,7 +518,7 @@ class SchedulerSide:
         if cache_ref is None or facts is None or load.is_uncarried:
             return None
         if load.adapter is None and request.lora_request is not None:
-            found = self._adapters.find(request.lora_request, facts.world_size)
+            found = self.adapters.find(request.lora_request, facts.world_size)
             if not isinstance(found, Adapter):
                 self._leave_out(load, found or UNKNOWN)
                 return None
@@ -578,7 +569,7 @@ class SchedulerSide:
 
 
 def _facts_with(facts: RankFacts, adapter: Adapter | None) -> RankFacts:
-    """Return what KV of requests with an adapter is under."""
+    """Return the facts with the fingerprint of a request's adapter."""
     return facts if adapter is None else replace(facts, fingerprint=adapter.key(facts.fingerprint))
 
 

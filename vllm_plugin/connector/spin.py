@@ -1,8 +1,8 @@
 """Waits of an engine that has nothing to compute: spinning processes would take the cores that its next prompt needs.
 
 On a CPU, vLLM's processes wait for each other by yielding in a loop until a second after the last message (vLLM 0.32
-distributed/device_communicators/shm_broadcast.py `SpinCondition`). A step without work costs two such messages, and a
-request whose KV is looked up or loaded takes part in some 600 such steps a second. `sleep_soon` ends the spinning after
+distributed/device_communicators/shm_broadcast.py `SpinCondition`). A step without work costs two such messages. While
+KV is looked up or loaded there are some 600 such steps a second. `sleep_soon` ends the spinning after
 4 ms. `IdleEngine` holds such a step until there is news, where no other request is held up.
 
 Figures and alternatives: ADR 0124.

@@ -1,4 +1,4 @@
-"""What the connector did, counted in the objects and shown through vLLM's own /metrics. Knows no request.
+"""Counts of the connector's events, shown through vLLM's own /metrics. Knows no request.
 
 The counts of workers and scheduler travel to the API server, which owns the registry, as vLLM's `KVConnectorStats`.
 Names and reasons are short fixed phrases, so they are safe as labels.
@@ -40,7 +40,7 @@ class Counters:
             return sum(count for (key, why), count in self._total.items() if key == name and reason in (None, why))
 
     def take_fresh(self) -> dict[tuple[str, str], int]:
-        """Return what was added since the last call."""
+        """Return the counts since the last call."""
         with self._lock:
             fresh, self._fresh = self._fresh, CountOf()
         return dict(fresh)
@@ -78,7 +78,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not fol
 
     @classmethod
     def from_counts(cls, counts: Mapping[tuple[str, str], int]) -> ConnectorStats:
-        """Return the stats of what `Counters.take_fresh` gave."""
+        """Return the stats of counts from `Counters.take_fresh`."""
         return cls(data={_SEPARATOR.join(filter(None, key)): count for key, count in counts.items()})
 
     @override

@@ -1,9 +1,8 @@
-"""Whether a load is expected to take longer than computing the same tokens; such a load is not promised.
+"""Estimate whether a load takes longer than computing the same tokens; such a load is not promised.
 
-Both sides are measured as the engine runs: tokens a second of the fastest prefill steps of late, and by tier what loads
-took, with what waited before them. Where nothing was measured yet a load is made, while little waits before it. After a
-restart everybody asks at once: the first of the line are loaded, those behind them are computed, at first to find out
-what that takes, then as soon as it is expected to be faster.
+Both sides are measured as the engine runs: tokens a second of the fastest recent prefill steps, and by tier the times
+of loads with the queue before them. Without a measurement a load is made, while its queue is short. After a restart all
+requests ask at once: the first are loaded, the rest is computed. That measures both sides.
 """
 
 from __future__ import annotations
@@ -15,19 +14,20 @@ from dataclasses import dataclass
 from contextcache.v1 import kv_sidecar_pb2 as pb
 
 _LARGE_BYTES = 16 << 20
-"""Less says more of the way there and back than of the rate."""
+"""Smallest load that is measured: smaller ones say more of the way there and back than of the rate."""
 _LARGE_STEP_TOKENS = 64
-"""Steps with fewer are decoding for the most part."""
+"""Smallest step that is measured: steps with fewer tokens decode for the most part."""
 _FORGET = 0.1
-"""Of a rate, with each measurement that is lower; and with a load that is not made, so that one is tried again."""
+"""Decay per sample: a slower measurement moves a rate 10 % of the way towards it. Each skipped load makes its estimate
+10 % better, so that a load is tried again eventually."""
 _UNMEASURED_BYTES = 1 << 30
-"""As long as one side is not known no more is loaded at a time: with all loaded there is nothing to compare with, and
-sixty contexts of an 8B model are a minute of a disk."""
+"""Most bytes in the queue of loads while one side is not measured. With all loaded there is nothing to compare with,
+and sixty contexts of an 8B model take a disk a minute."""
 _SAME = 2
-"""Up to so many times the size of a small load, another one is no measurement of what more bytes take."""
+"""Factor on the size of a small load: only larger loads measure the time of further bytes."""
 _AT_BEST = 4
-"""How much faster than a small load a large one may be expected to be that was never tried. On a GPU 150 tokens of an
-8B model take 12 ms, which is the way there and back, and 3 000 not 240 but 30."""
+"""How much faster than a small load a large one may be expected to be that was never tried. On a GPU
+150 tokens of an 8B model take 12 ms, which is the way there and back; 3 000 take 30 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +41,22 @@ class _Begun:
 
 @dataclass(slots=True)
 class _Speed:
-    """What loads from one tier take: the small ones a time, the larger ones more by their bytes."""
+    """Time of loads from one tier: a constant for small loads, and a rate for further bytes."""
 
     small_bytes: int
     small_ms: float
     bytes_per_ms: float = 0.0
-    """Of what a larger load has more; 0: there was none yet."""
+    """Rate of the bytes beyond a small load; 0: no larger load was measured."""
 
     def expected_ms(self, size_bytes: int, *, is_alone: bool) -> float:
-        """Return what a load takes, with what waits before it; alone, one that was never tried may be tried."""
+        """Return the time of a load with its queue. Without a queue, a size that was never tried may be tried."""
         if self.bytes_per_ms and size_bytes > self.small_bytes:
             return self.small_ms + (size_bytes - self.small_bytes) / self.bytes_per_ms
         times = size_bytes / self.small_bytes
         return self.small_ms * (max(1.0, times / _AT_BEST) if is_alone and times > 1 else times)
 
     def measure(self, size_bytes: int, took_ms: float) -> None:
-        """Note what a load took."""
+        """Note the time of a load."""
         times = size_bytes / self.small_bytes
         if times > _SAME and took_ms <= self.small_ms * (1 + _FORGET):
             self.small_ms = took_ms / times  # the small one was disturbed
@@ -77,21 +77,21 @@ class LoadEstimate:
     """Used by the engine's thread only. Times are of one monotonic clock, in ms."""
 
     def __init__(self, *, always_ms: int, soon_ms: int = 0) -> None:
-        """`always_ms`: a load that is expected to take no longer is made whatever computing takes.
+        """`always_ms`: a load with a shorter estimate is always made.
 
-        `soon_ms`: what a load takes at best, whatever it brings.
+        `soon_ms`: shortest possible time of a load.
         """
         self._always_ms = always_ms
         self._soon_ms = soon_ms
         self._tokens_per_ms = 0.0
         self._measured_tokens = 0
-        """Of the step that the rate is of."""
+        """Tokens of the step that set the rate."""
         self._speeds: dict[pb.Tier.ValueType, _Speed] = {}
         self._begun: dict[str, _Begun] = {}
         self._steps: deque[tuple[int, int]] = deque(maxlen=2)
         """The last two: when each was ordered, and how many tokens of prompts it has."""
         self._requests: frozenset[str] = frozenset()
-        """Of the last one."""
+        """Requests of the last step."""
 
     def step(self, num_tokens: int, now_ms: int, requests: Collection[str]) -> None:
         """Note that a step is ordered that computes so many tokens of prompts, and for which requests.
@@ -111,7 +111,7 @@ class LoadEstimate:
         self._steps.append((now_ms, num_tokens))
 
     def _computed(self, num_tokens: int, tokens_per_ms: float) -> None:
-        """Take what a step says of the rate. On a GPU a small one takes as long as one of a token: it raises only."""
+        """Take a step's rate. On a GPU a small one takes as long as one of a token: it raises only."""
         if tokens_per_ms > self._tokens_per_ms:
             self._measured_tokens = num_tokens
         elif 2 * num_tokens < self._measured_tokens:
@@ -154,7 +154,7 @@ class LoadEstimate:
 
     @property
     def compute_us_per_token(self) -> float:
-        """What a token of a prompt takes to compute; 0: not known yet."""
+        """Time to compute a token of a prompt; 0: unknown yet."""
         return 1000 / self._tokens_per_ms if self._tokens_per_ms else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""Which stored KV a request can start from: one question to the sidecar, in a background thread. Decides no load.
+"""Look-up of stored KV that a request can start from: one question to the sidecar, in a background thread.
 
 The sidecar waits for seals, pulls and prefix matches (kv_sidecar/resolve.py). This side bounds the wait, and compares
 every token of the answer with the prompt.
@@ -159,7 +159,7 @@ class Lookups:
             compute_us_per_token=compute_us_per_token,
             bring=True,
             tokens_min=settings.match_tokens_min if settings.match_prefix else 0,
-            # What is kept lives on for what uses it as such, not for as long as a context that begins like it.
+            # Kept KV lives on for requests of its conversation, not for as long as a context that begins like it.
             expires_at_ms=transfer.expires_at_ms if transfer.is_kept else 0,
             group=transfer.session_id if transfer.is_kept else "",
             beginning=transfer.beginning,

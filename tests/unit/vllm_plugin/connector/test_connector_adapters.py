@@ -193,7 +193,7 @@ def test_a_request_waits_for_its_adapter_to_be_read_and_no_longer_than_for_a_man
     turn = SimpleNamespace(request_id="turn", **asked, **plain, lora_request=request(), arrival_time=1.0)
 
     assert side.match(turn, 0) == (None, False)
-    assert side.take_asked_adapters() == (1,)
+    assert side.adapters.take_asked() == (1,)
     assert side.match(turn, 0) == (None, False)
     clock.advance(s=60)
     assert side.match(turn, 0) == (0, False)

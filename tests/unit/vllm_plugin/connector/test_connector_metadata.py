@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from contextcache.model import KVGroup, Manifest, plain_group
 from kv_sidecar.client import context_files, restorable_tokens, with_files
+from tests.kit.connector_rank import plan_of
 from vllm_plugin.connector.metadata import (
     EngineGroup,
     LoadPlan,
     RankFacts,
     SavePlan,
     common_prefix,
-    plan_load,
     refusal,
 )
 
@@ -54,16 +54,8 @@ def kept(groups: tuple[EngineGroup, ...], num_tokens: int, file_tokens: int = 64
 
 
 def load(saved: Manifest, facts: RankFacts, device_tokens: int, loaded_tokens: int) -> LoadPlan:
-    return plan_load(
-        saved,
-        facts,
-        engine_request_id="e",
-        request_id="r",
-        block_ids=[list(range(1000 * number, 1000 * number + 100)) for number in range(1, 1 + len(facts.groups))],
-        device_tokens=device_tokens,
-        loaded_tokens=loaded_tokens,
-        asked_at_s=0,
-    )
+    tables = [list(range(1000 * number, 1000 * number + 100)) for number in range(1, 1 + len(facts.groups))]
+    return plan_of(saved, facts, tables, device_tokens, loaded_tokens)
 
 
 def filled_by(plan: LoadPlan, facts: RankFacts) -> dict[tuple[int, int], int]:
