@@ -80,11 +80,6 @@ TIER_NAMES: dict[pb.Tier.ValueType, str] = {
 PULL_OUTCOMES: dict[int, str] = {pb.PULL_OUTCOME_STARTED: "started", pb.PULL_OUTCOME_PRESENT: "present"}
 """Names of a pull's outcomes in metrics; any other is `refused`."""
 
-# grpc.health.v1 by hand: one string field out, one enum field back; vLLM need not install grpcio-health-checking.
-_HEALTH_METHOD = "/grpc.health.v1.Health/Check"
-_HEALTH_REQUEST = b"\x0a" + bytes([len(SERVICE_NAME)]) + SERVICE_NAME.encode()
-_HEALTH_SERVING = b"\x08\x01"
-
 Answer = TypeVar("Answer")
 _Method: TypeAlias = Callable[
     [pb_grpc.KVSidecarServiceStub],
@@ -184,15 +179,6 @@ class KVSidecarClient:
         """Return contexts, blocks and bytes by tier, and beginnings after `beginnings_end` of a former answer."""
         request = pb.StatsRequest(beginnings_after=beginnings_after)
         return await self._call(self._stub().Stats, request)
-
-    async def is_serving(self) -> bool:
-        """Return whether the sidecar says it serves; never raises."""
-        check: Any = self._connection.channel().unary_unary(_HEALTH_METHOD)
-        try:
-            answer = await within(check(_HEALTH_REQUEST, timeout=self._timeout_s), self._timeout_s)
-        except grpc.RpcError:
-            return False
-        return bool(answer == _HEALTH_SERVING)
 
     async def close(self) -> None:
         """Close the connection; a later call opens a new one."""

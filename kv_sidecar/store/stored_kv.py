@@ -96,11 +96,6 @@ class KnownBlocks:
     def __len__(self) -> int:
         return self._num_blocks
 
-    @property
-    def num_sessions(self) -> int:
-        """Sessions with a known block."""
-        return len(self._sessions)
-
     def last(self, session: Session) -> CacheRef:
         """Return the manifest of the last write, or ""."""
         return known.last if (known := self._sessions.get(session)) else ""

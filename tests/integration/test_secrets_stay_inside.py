@@ -23,6 +23,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from contextcache.errors import SidecarUnavailable
 from contextcache.identity import cache_salt
 from contextcache.process.logs import _JsonLines
 from contextcache.wire.tracing import open_tracer
@@ -249,7 +250,7 @@ async def test_no_key_prompt_answer_or_secret_is_in_a_log_a_metric_a_trace_or_an
         await until(lambda: _answers(http, f"http://127.0.0.1:{http_port}/readyz"), what="the gateway is ready")
         engine.sidecar = KVSidecarClient(f"unix://{socket}", timeout_s=20)
         stack.push_async_callback(engine.sidecar.close)
-        await until(engine.sidecar.is_serving, what="the sidecar serves")
+        await until(engine.sidecar.stats, what="the sidecar serves", despite=(SidecarUnavailable,))
         engine.rank = await asyncio.to_thread(_rank, f"unix://{socket}")
         stack.callback(engine.rank.close)
         errors = await tell_the_story(http, f"http://127.0.0.1:{http_port}")

@@ -24,6 +24,7 @@ with warnings.catch_warnings():
 
 from context_manager.__main__ import serve as serve_manager
 from context_manager.settings import ManagerSettings
+from contextcache.errors import SidecarUnavailable
 from contextcache.identity import KV_TRANSFER_KEY, verify_kv_transfer
 from contextcache.wire.tracing import NO_TRACER, open_tracer
 from kv_sidecar.__main__ import run as run_sidecar
@@ -118,7 +119,7 @@ async def running_sidecar(tmp_path: Path, endpoint: str) -> AsyncIterator[str]:
     address = f"unix://{tmp_path}/s.sock"
     async with until_stopped(lambda stop: run_sidecar(settings, stop)):
         client = KVSidecarClient(address, timeout_s=20)
-        await until(client.is_serving, what="the sidecar serves")
+        await until(client.stats, what="the sidecar serves", despite=(SidecarUnavailable,))
         await client.close()
         yield address
 
