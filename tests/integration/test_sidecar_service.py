@@ -25,6 +25,7 @@ from contextcache.model import KVGroup, LoadedKV, SaveOutcome, plain_group
 from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient, KVSidecarClient
+from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.server import serve
 from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, new_save
@@ -120,7 +121,7 @@ async def test_a_waiter_learns_of_the_seal_as_it_comes(running: Running) -> None
     waiting = asyncio.create_task(running.client.wait_sealed(TENANT, new.cache_ref, timeout_ms=30_000))
     await asyncio.to_thread(rank.prepare, new)
     await asyncio.to_thread(rank.client.save_blocks, rank.requests(new, [0, 1, 2]), DEADLINE_S)
-    await asyncio.to_thread(rank.client.seal, new.cache_ref, 0)
+    await asyncio.to_thread(rank.client.seal, new.cache_ref, 0, DEADLINE_S)
 
     assert (await waiting).is_sealed
     assert not (await running.client.wait_sealed(TENANT, new_cache_ref(), timeout_ms=1)).is_sealed
@@ -163,7 +164,7 @@ async def test_errors_arrive_as_the_class_they_left_as(running: Running) -> None
     with pytest.raises(CacheRefNotFound, match="no KV under this cache_ref"):
         await manifest_of
     with pytest.raises(SaveIncomplete):
-        await asyncio.to_thread(rank.client.seal, new.cache_ref, 0)
+        await asyncio.to_thread(rank.client.seal, new.cache_ref, 0, DEADLINE_S)
     with pytest.raises(InvalidRequest, match="rank must be below world_size"):
         await asyncio.to_thread(rank.client.handshake, FINGERPRINT, "", 1, 1)
     with pytest.raises(InvalidRequest, match="blocks are too small"):
@@ -175,7 +176,7 @@ async def test_errors_arrive_as_the_class_they_left_as(running: Running) -> None
     rank.close()
 
 
-@pytest.mark.parametrize("payload", [{"slot_id": 1}, {"shared_name": "x"}], ids=["never lent", "of the release before"])
+@pytest.mark.parametrize("payload", [{"slot_id": 1}, {}], ids=["never lent", "no payload"])
 async def test_a_file_that_lies_nowhere_is_refused(running: Running, payload: dict[str, Any]) -> None:
     rank = await running.rank()
     new = new_save(PROMPT, now_ms=SystemClock().now_ms())
@@ -282,6 +283,32 @@ async def test_what_is_told_of_a_load_ends_its_lease(running: Running, *, is_tak
 
     assert not running.kv.has_leases
     rank.close()
+
+
+async def test_a_question_waits_in_the_sidecar_for_a_seal_and_its_cancel_leaves_nothing(running: Running) -> None:
+    rank, now_ms = await running.rank(), SystemClock().now_ms()
+    new = new_save(PROMPT, now_ms=now_ms)
+    request = pb.ResolveRequest(
+        tenant=TENANT,
+        fingerprint=FINGERPRINT,
+        world_size=1,
+        token_ids=pack_token_ids((*PROMPT, 7)),
+        cache_refs=[new.cache_ref],
+        saving=[new.cache_ref],
+        wait_ms=30_000,
+        pull_wait_ms=30_000,
+        compute_us_per_token=1.5,
+    )
+    given_up = rank.client._line.stub.Resolve.future(request)
+    asked = asyncio.create_task(asyncio.to_thread(rank.client.resolve, request, 60))
+    await running.kv.send_all(new)
+    given_up.cancel()
+    assert await running.kv.catalog.seal(new.cache_ref, 0)
+    manifest, answer = await asked
+    rank.close()
+
+    assert manifest is not None
+    assert (manifest.cache_ref, answer.num_tokens, answer.tier) == (new.cache_ref, len(PROMPT), pb.TIER_HOST)
 
 
 async def test_touch_and_stats(running: Running) -> None:
