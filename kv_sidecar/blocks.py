@@ -216,18 +216,24 @@ class Blocks:
         """Add a reference to each block; a block that is not here yet gets a record."""
         for key in keys:
             block = self._blocks.get(key) or self._blocks.setdefault(key, Block(key))
-            self._refer(block, who, 1)
-            if who == "lease" and block.refs.lease == 1 and (slot := block.in_memory) is not None:
-                self._memory.pin(slot)
+            if who == "lease":
+                block.refs.lease += 1
+                if block.refs.lease == 1 and (slot := block.in_memory) is not None:
+                    self._memory.pin(slot)
+            else:
+                self._refer(block, who, 1)
 
     def let_go(self, keys: Iterable[BlockKey], who: Holder) -> list[BlockKey]:
         """Remove a reference from each block; return the blocks without any: the caller frees them."""
         left = []
         for key in keys:
             block = self._blocks[key]
-            self._refer(block, who, -1)
-            if who == "lease" and not block.refs.lease and (slot := block.in_memory) is not None:
-                self._memory.unpin(slot)
+            if who == "lease":
+                block.refs.lease -= 1
+                if not block.refs.lease and (slot := block.in_memory) is not None:
+                    self._memory.unpin(slot)
+            else:
+                self._refer(block, who, -1)
             if not block.refs:
                 left.append(key)
                 self._forget_empty(block)

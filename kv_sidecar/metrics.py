@@ -57,6 +57,7 @@ class SidecarMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self._io: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
         self.certificates = CertificateMetrics("contextcache_sidecar", registry)
         self.lost_spans = self._counter("lost_spans", "Trace spans that did not reach the collector.")
         self._add_contexts()
@@ -216,9 +217,13 @@ class SidecarMetrics:
     @contextmanager
     def io(self, operation: Literal["read", "write", "check"], tier: str) -> Iterator[Callable[[int], None]]:
         """Time the enclosed work on one block file; pass the yielded function its bytes. Thread-safe."""
+        counted = self._io.get((operation, tier))
+        if counted is None:
+            counted = self.io_bytes.labels(operation, tier), self.io_seconds.labels(operation, tier)
+            self._io[operation, tier] = counted
         began_s = time.perf_counter()
-        yield self.io_bytes.labels(operation, tier).inc
-        self.io_seconds.labels(operation, tier).observe(time.perf_counter() - began_s)
+        yield counted[0].inc
+        counted[1].observe(time.perf_counter() - began_s)
 
     def watch(self, tier: str, usage: Callable[[], TierUsage]) -> None:
         """Show the usage of a tier at each scrape."""

@@ -12,9 +12,8 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -31,8 +30,7 @@ _FILE_NAME = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BlockKey:
+class BlockKey(NamedTuple):
     """One rank's part of one block or tail."""
 
     kind: BlockKind

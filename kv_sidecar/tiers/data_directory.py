@@ -182,7 +182,7 @@ class DataDirectory:
             if not _FAN_OUT.fullmatch(directory.name):
                 strangers += 1
             elif not directory.is_dir(follow_symlinks=False):
-                self._put_aside_or_leave(Path(directory.path))
+                self.put_aside_or_leave(Path(directory.path))
             else:
                 files, others = self._files_of(Path(directory.path), is_ours)
                 found += files
@@ -197,13 +197,14 @@ class DataDirectory:
             if not is_ours(path):
                 strangers += 1
             elif not entry.is_file(follow_symlinks=False):
-                self._put_aside_or_leave(path)
+                self.put_aside_or_leave(path)
             else:
                 found.append(path)
         return found, strangers
 
-    def _put_aside_or_leave(self, path: Path) -> None:
-        log.warning("wrong type of file or directory set aside", extra={"directory": path.parent.name})
+    def put_aside_or_leave(self, path: Path) -> None:
+        """Move something that cannot be a file of ours into quarantine; a start does not fail for it."""
+        log.warning("not a file of ours: set aside", extra={"directory": path.parent.name})
         try:
             self.put_aside(path)
         except OSError:
@@ -242,7 +243,10 @@ def _full_or(error: OSError) -> Exception:
 
 def _is_directory(path: Path) -> bool:
     """Return whether a directory lies there, and no link to one."""
-    return path.is_dir() and not path.is_symlink()
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def _modified_ns(path: Path) -> int:
@@ -327,7 +331,7 @@ def make_real_directory(path: Path) -> None:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[tuple[int, int]]:
+def reading(path: Path | str) -> Iterator[tuple[int, int]]:
     """Lend a descriptor to read from, and the file's size in bytes. Every read of stored KV passes here.
 
     Never waits for a writer. Raises FileNotFoundError, CorruptBlock when something else lies there or the file cannot
@@ -347,7 +351,7 @@ def reading(path: Path) -> Iterator[tuple[int, int]]:
         raise SidecarUnavailable("the disk cannot be read") from exc
 
 
-def open_regular(path: Path) -> tuple[int, int]:
+def open_regular(path: Path | str) -> tuple[int, int]:
     """Return a descriptor to read from, and the file's size in bytes.
 
     Raises FileNotFoundError, CorruptBlock when something else lies there, OSError.

@@ -27,12 +27,15 @@ class Disk:
     """Block files in a DataDirectory."""
 
     def __init__(self, directory: DataDirectory, *, block_bytes_max: int = 1 << 40) -> None:
-        """Take the size in bytes above which a file is no block, and is not read."""
+        """Take the size in bytes above which a file is no block."""
         self._directory = directory
         self._block_bytes_max = block_bytes_max
 
     def sizes(self) -> dict[BlockKey, int]:
-        """Return the size of every block file. Other files are left alone and logged. Raises OSError."""
+        """Return the size of every block file. Raises OSError.
+
+        A file without a byte, or larger than a block, is put aside. Files of other names are left alone and logged.
+        """
         sizes: dict[BlockKey, int] = {}
         strangers = 0
         for kind, name in _DIRECTORIES.items():
@@ -41,7 +44,9 @@ class Disk:
             for path in files:
                 key = BlockKey.from_file_name(path.name)
                 size = _size_or_none(path)
-                if key is not None and size is not None:
+                if size is not None and not 0 < size <= self._block_bytes_max:
+                    self._directory.put_aside_or_leave(path)
+                elif key is not None and size is not None:
                     sizes[key] = size
         log.info("disk index rebuilt", extra={"num_blocks": len(sizes), "num_unknown_files": strangers})
         return sizes
@@ -60,14 +65,14 @@ class Disk:
 
         Raises FileNotFoundError when there is none, CorruptBlock when it has another size, SidecarUnavailable.
         """
-        with reading(self.path_of(key)) as (descriptor, size):
-            if size != len(room) or size > self._block_bytes_max or _read_all(descriptor, room) != size:
+        with reading(self._file(key)) as (descriptor, size):
+            if size != len(room) or _read_all(descriptor, room) != size:
                 raise CorruptBlock("the file's size changed")
 
     def prefetch(self, keys: Iterable[BlockKey]) -> None:
         """Have the kernel begin to read files that will be asked for soon. Files that cannot be read are ignored."""
         for key in keys:
-            with suppress(CorruptBlock, SidecarUnavailable, OSError), reading(self.path_of(key)) as (descriptor, size):
+            with suppress(CorruptBlock, SidecarUnavailable, OSError), reading(self._file(key)) as (descriptor, size):
                 os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
 
     def delete(self, key: BlockKey) -> FileState:
@@ -82,7 +87,10 @@ class Disk:
 
     def path_of(self, key: BlockKey) -> Path:
         """Return where a block's file belongs."""
-        return self._directory.root / _DIRECTORIES[key.kind] / key.fan_out / key.file_name
+        return Path(self._file(key))
+
+    def _file(self, key: BlockKey) -> str:
+        return f"{self._directory.root}/{_DIRECTORIES[key.kind]}/{key.fan_out}/{key.file_name}"
 
 
 def _is_ours(kind: str, path: Path) -> bool:

@@ -27,6 +27,8 @@ class Slot:
 
     offset: int
     size_bytes: int
+    room_bytes: int
+    """Bytes that it takes up."""
     generation: int = 0
     """Counter that the region has for it until it is freed."""
     pins: int = 0
@@ -99,12 +101,13 @@ class Memory:
 
     def allocate(self, size_bytes: int) -> Slot | None:
         """Return a slot to fill, then to `keep` or `free`; evicts idle slots for it. None: there is no room."""
-        offset = self._extents.take(size_bytes)
-        while offset is None and self._idle and rounded(size_bytes) <= self.free_bytes + self._idle_bytes:
-            offset = self._extents.take_at(self.free(next(iter(self._idle))), size_bytes)
+        room_bytes = rounded(size_bytes)
+        offset = self._extents.take(room_bytes)
+        while offset is None and self._idle and room_bytes <= self.free_bytes + self._idle_bytes:
+            offset = self._extents.take_at(self.free(next(iter(self._idle))), room_bytes)
         if offset is None:
             return None
-        return Slot(offset, size_bytes, 0 if self.region is None else self.region.generation(offset))
+        return Slot(offset, size_bytes, room_bytes, 0 if self.region is None else self.region.generation(offset))
 
     def keep(self, slot: Slot) -> None:
         """Keep a filled slot as a block's copy, as the most recently used."""
@@ -123,7 +126,7 @@ class Memory:
                 self._drop_idle(slot)
         if self.region is not None:
             self.region.retire(slot.offset)
-        return self._extents.give_back(slot.offset, slot.size_bytes)
+        return self._extents.give_back(slot.offset, slot.room_bytes)
 
     def pin(self, slot: Slot) -> None:
         """Keep a kept slot in place; pins count."""
@@ -179,11 +182,11 @@ class Memory:
 
     def _add_idle(self, slot: Slot) -> None:
         self._idle[slot] = None
-        self._idle_bytes += rounded(slot.size_bytes)
+        self._idle_bytes += slot.room_bytes
 
     def _drop_idle(self, slot: Slot) -> None:
         del self._idle[slot]
-        self._idle_bytes -= rounded(slot.size_bytes)
+        self._idle_bytes -= slot.room_bytes
 
 
 class Extents:
@@ -194,22 +197,20 @@ class Extents:
         """(offset, length), ascending and apart."""
         self.free_bytes = size_bytes
 
-    def take(self, size_bytes: int) -> int | None:
+    def take(self, length: int) -> int | None:
         """Return the offset of a stretch that is now taken, None when there is none so long."""
-        length = rounded(size_bytes)
         for index, (_, room) in enumerate(self._free):
             if room >= length:
                 return self._cut(index, length)
         return None
 
-    def take_at(self, offset: int, size_bytes: int) -> int | None:
+    def take_at(self, offset: int, length: int) -> int | None:
         """As `take`, of the free stretch that begins there."""
-        index, length = bisect_left(self._free, (offset, 0)), rounded(size_bytes)
+        index = bisect_left(self._free, (offset, 0))
         return self._cut(index, length) if self._free[index][1] >= length else None
 
-    def give_back(self, offset: int, size_bytes: int) -> int:
+    def give_back(self, offset: int, length: int) -> int:
         """Free a stretch that was taken; return where the free stretch begins that it is part of now."""
-        length = rounded(size_bytes)
         self.free_bytes += length
         index = bisect_left(self._free, (offset, 0))
         if index < len(self._free) and self._free[index][0] == offset + length:

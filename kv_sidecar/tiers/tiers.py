@@ -64,13 +64,10 @@ class FetchedBlock:
 class _Wanted:
     """A block of a manifest: its position, its expected head and checksum."""
 
+    key: BlockKey
     manifest: Manifest
     rank: int
     block_index: int
-
-    @property
-    def key(self) -> BlockKey:
-        return block_key(self.manifest, self.block_index, self.rank)
 
     @property
     def expected(self) -> BlockMeta:
@@ -115,6 +112,7 @@ class Tiers:
         self.memory = memory
         self._threads = runtime.threads
         self._metrics = runtime.metrics
+        self._hits = {tier: runtime.metrics.hits.labels(tier) for tier in ("host", "disk")}
         self._clock = runtime.clock
 
     async def take_slots(self, files: Sequence[tuple[Slot, BlockMeta]]) -> int:
@@ -182,7 +180,7 @@ class Tiers:
         Raises CacheRefNotFound when a block has gone, DamagedBlock when its bytes are wrong, StorageFull when the
         memory tier has no room for a slot.
         """
-        wanted = [_Wanted(manifest, rank, index) for index in block_indices]
+        wanted = [_Wanted(block_key(manifest, index, rank), manifest, rank, index) for index in block_indices]
         if in_slots and not verify:
             found = [(it, self._at_hand(it)) for it in wanted]
             at_hand = [fetched for _, fetched in found if fetched is not None]
@@ -229,7 +227,7 @@ class Tiers:
         limit_bytes, wanted = self.memory.limit_bytes // 2, []
         for rank in range(manifest.world_size):
             for index in range(num_files(manifest)):
-                it = _Wanted(manifest, rank, index)
+                it = _Wanted(block_key(manifest, index, rank), manifest, rank, index)
                 limit_bytes -= self.blocks.stored_bytes(it.key) or 0
                 if limit_bytes >= 0:
                     wanted.append(it)
@@ -362,7 +360,7 @@ class Tiers:
     def _served(self, it: _Wanted, block: Block, *, slot: Slot | None, data: Buffer = b"") -> FetchedBlock:
         tier: TierName = "disk" if block.is_from_disk or block.in_memory is None else "host"
         block.is_from_disk = False
-        self._metrics.hits.labels(tier).inc()
+        self._hits[tier].inc()
         return FetchedBlock(it.block_index, tier, it.vouched, slot, data)
 
     async def _look(self, it: _Wanted, *, in_slots: bool) -> FetchedBlock:

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,7 @@ def test_a_borrower_that_ends_frees_what_it_has_and_not_what_it_handed_over(stor
     assert slot is not None
     store.memory.end_borrower("one")
     store.put(TAIL, b"t" * (LIMIT_BYTES - 768))
-    store.put(replace(TAIL, rank=1), b"t" * 256)
+    store.put(TAIL._replace(rank=1), b"t" * 256)
     store.keep(BLOCK, slot)
 
     assert bytes(store.read(BLOCK) or b"") == b"h" * 256
@@ -130,7 +129,7 @@ def test_what_is_lent_is_nobody_elses_however_much_comes(store: MemoryBlocks) ->
     lent = lend(store, 640)
     store.memory.view(lent.slot)[:] = b"w" * 640
     for number in range(40):
-        store.put(replace(BLOCK, rank=number), b"x" * 320)
+        store.put(BLOCK._replace(rank=number), b"x" * 320)
 
     assert bytes(store.memory.view(lent.slot)) == b"w" * 640
     assert store.memory.hand_over(lent.slot_id, PLACE) is lent.slot

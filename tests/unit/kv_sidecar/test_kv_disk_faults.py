@@ -225,8 +225,8 @@ def name_of(kv: SidecarUnderTest, new: NewSave, what: str) -> str:
 def unreadable(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> Iterator[None]:
     """Have every open of a file of this name fail."""
 
-    def failing(path: Path, real: Callable[[Path], tuple[int, int]]) -> tuple[int, int]:
-        if path.name == name:
+    def failing(path: Path | str, real: Callable[[Path | str], tuple[int, int]]) -> tuple[int, int]:
+        if Path(path).name == name:
             raise OSError(number, os.strerror(number))
         return real(path)
 

@@ -42,7 +42,7 @@ def test_a_stretch_is_the_first_gap_that_is_long_enough_and_gaps_that_touch_are_
     for step in steps:
         if isinstance(step, int):
             fitting = [offset for offset, length in gaps(taken) if length >= rounded(step)]
-            offset = extents.take(step)
+            offset = extents.take(rounded(step))
 
             assert offset == (fitting[0] if fitting else None)
             if offset is not None:
