@@ -61,15 +61,16 @@ from contextcache.wire.rpc import cause_of
 from contextcache.wire.tracing import TRACEPARENT
 from vllm_plugin.turn.admission import BodyQueue, TurnAdmission
 from vllm_plugin.turn.answer.anthropic import Anthropic
+from vllm_plugin.turn.answer.dialect import Dialect
 from vllm_plugin.turn.answer.events import UNBUFFERED, begins_stream
 from vllm_plugin.turn.answer.keep_alive import KeepAlive, read_keep_alive
 from vllm_plugin.turn.answer.responses import Responses
 from vllm_plugin.turn.app import compose_turns
 from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send, body_then, send_error
 from vllm_plugin.turn.kept import KeptRequests
-from vllm_plugin.turn.prompt.request import CONTEXT_PATH, MESSAGES_PATH, TurnRequest, read_new_session, read_turn
+from vllm_plugin.turn.prompt.request import CONTEXT_PATH, MESSAGES_PATH, TurnRequest, read_new_session
 from vllm_plugin.turn.settings import TurnSettings
-from vllm_plugin.turn.story import Client, TurnStory, Words
+from vllm_plugin.turn.story import Client, TurnStory
 from vllm_plugin.turn.unrouted import stateless_body, without_strangers
 from vllm_plugin.turn.waiting import Draining
 
@@ -255,10 +256,10 @@ class TurnMiddleware:
                 await self._pass(client, raw)
                 return
         _check_content_type(headers)
-        client = replace(client, words=await _words_of(client.scope))
-        words = client.words
+        dialect = await _dialect_of(client.scope)
+        client = replace(client, dialect=dialect)
         body, request = await self._large_bodies.read(
-            lambda whole: _read_turn(path, headers, whole, named, words),
+            lambda whole: _read_turn(path, headers, whole, named, dialect),
             raw,
             objects_max=_ITEMS_AT_ONCE if path == RESPONSES_PATH else None,
         )
@@ -381,27 +382,24 @@ def _check_content_type(headers: Mapping[str, str]) -> None:
         raise InvalidRequest("Content-Type must be application/json", param="Content-Type")
 
 
-async def _words_of(scope: Scope) -> Words | None:
-    """Return whose words a turn is in; None: a completion's or a chat's."""
+async def _dialect_of(scope: Scope) -> Dialect:
+    """Return the dialect of a turn. Raises InvalidRequest for one that this engine lacks."""
     if scope["path"] == RESPONSES_PATH:
         return Responses.of(scope)
-    return await Anthropic.of(scope) if scope["path"] == MESSAGES_PATH else None
+    return await Anthropic.of(scope) if scope["path"] == MESSAGES_PATH else Dialect()
 
 
 def _read_turn(
-    path: str, headers: dict[str, str], raw: bytes, named: SessionId | None, words: Words | None
+    path: str, headers: dict[str, str], raw: bytes, named: SessionId | None, dialect: Dialect
 ) -> tuple[dict[str, Any], TurnRequest]:
-    """Return a turn's body and its request. `named`: the context it was routed for; None: it creates one.
-
-    `words`: those of a turn that is not in a completion's or a chat's own.
-    """
+    """Return a turn's body and its request. `named`: the context it was routed for; None: it creates one."""
     body = read_object(raw)
     refuse_misspelt(body, OUR_FIELDS | RESPONSE_FIELDS if path == RESPONSES_PATH else OUR_FIELDS)
     remove_forbidden_keys(body)
     if named is not None and body.get("session_id") not in (None, named):
         # The gateway may have signed by the head alone, without reading the name in the body.
         raise InvalidRequest("the body and the X-Session-ID header name different contexts", param="session_id")
-    request = read_turn(path, body, headers) if words is None else words.turn(body, headers, raw, named)
+    request = dialect.turn(path, body, headers, raw, named)
     if IDEMPOTENCY_HEADER not in headers:
         return body, request
     said = (path, named or "", headers.get("if-match", ""), headers.get("x-usage-format", ""))

@@ -16,9 +16,9 @@ import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import get_current_span
 
@@ -44,18 +44,16 @@ from contextcache.model import (
     SessionId,
     SessionMode,
     TenantId,
-    UsageFormat,
 )
 from contextcache.names import new_cache_ref
 from contextcache.process.crash_points import crash_point
 from contextcache.responses import Labels
 from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
-from vllm_plugin.turn.answer.anthropic import Anthropic
-from vllm_plugin.turn.answer.chat import JsonAnswer, SseAnswer
 from vllm_plugin.turn.answer.delivery import Delivery
+from vllm_plugin.turn.answer.dialect import Dialect
 from vllm_plugin.turn.answer.keep_alive import KeepAlive
 from vllm_plugin.turn.answer.repeats import give_again
-from vllm_plugin.turn.answer.responses import Responses, under_instructions
+from vllm_plugin.turn.answer.responses import under_instructions
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
 from vllm_plugin.turn.engine import Engine, Receive, Scope, Send
 from vllm_plugin.turn.metrics import TurnMetrics
@@ -75,8 +73,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Words: TypeAlias = Anthropic | Responses
-"""Dialect of a route whose requests become chat turns."""
 _GIVING_BACK_S = 0.2
 """Wait for the release of a lease that a silent manager may have given; together with MANAGER_REDIS_TIMEOUT_S below a
 second."""
@@ -88,7 +84,7 @@ _BACKGROUND_CALLS_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client's request: its head, the two ends of its connection, and the words of its call."""
+    """A client's request: its head, the two ends of its connection, and its dialect."""
 
     scope: Scope
     headers: dict[str, str]
@@ -97,8 +93,7 @@ class Client:
     """Tag of its tenant; empty: unknown."""
     receive: Receive
     send: Send
-    words: Words | None = None
-    """None: a completion's or a chat's, which the engine's are."""
+    dialect: Dialect = field(default_factory=Dialect)
     keep_alive: KeepAlive | None = None
     """Its `send`, where it wants comments in the silences of a stream."""
 
@@ -110,18 +105,6 @@ class Client:
     def filling(self, *, stream: bool) -> AbstractAsyncContextManager[None]:
         """Keep a stream open that is answered inside the block."""
         return nullcontext() if self.keep_alive is None or not stream else self.keep_alive.filling()
-
-    def asking(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return the engine's path and body, from those of a completion or a chat."""
-        return (path, body) if self.words is None else self.words.asking(body)
-
-    def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:
-        """Return a reader of the engine's answer that writes the client's."""
-        if self.words is not None:
-            return self.words.answer(turn)
-        if not turn.request.stream:
-            return JsonAnswer(turn.request)
-        return SseAnswer(turn.request, counts_whole_prompt=turn.usage is UsageFormat.OPENAI)
 
 
 @dataclass
@@ -283,7 +266,7 @@ class TurnStory:
         turn.timings_ms["compose"] = self.clock.now_ms() - turn.started_ms
         patience = TurnPatience(self.settings.engine_timeout_s)
         delivery = Delivery(
-            client.answer(turn),
+            client.dialect.answer(turn),
             client.send,
             patience,
             receipt=partial(self._settlement.stream_receipt, turn),
@@ -317,7 +300,7 @@ class TurnStory:
         try:
             async with patience.watching(), client.filling(stream=turn.request.stream):
                 receive = patience.receive(client.receive)
-                path, body = client.asking(turn.request.path, self._engine_body(turn))
+                path, body = client.dialect.asking(turn.request.path, self._engine_body(turn))
                 await engine.generate(path, body, receive, delivery.take)
         except TimeoutError:
             log.warning("engine did not end a request", extra={"session_id": turn.session.session_id})

@@ -20,8 +20,9 @@ from typing_extensions import override
 
 from contextcache.errors import EngineFailed, InvalidRequest, error_object
 from contextcache.fields import OUR_FIELDS
-from contextcache.model import UsageFormat
+from contextcache.model import SessionId, UsageFormat
 from vllm_plugin.turn.answer.chat import JsonAnswer, SseAnswer
+from vllm_plugin.turn.answer.dialect import Dialect
 from vllm_plugin.turn.answer.events import Event, EventSplitter
 from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_turn
@@ -37,7 +38,7 @@ _PARTS_MAX = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Anthropic:
+class Anthropic(Dialect):
     """vLLM's converters between Anthropic's messages and its own chat."""
 
     serving: Any
@@ -58,7 +59,10 @@ class Anthropic:
             told["disabled_thinking_effort"] = await getattr(serving, _EFFORT)()
         return cls(serving, told)
 
-    def turn(self, body: dict[str, Any], headers: Mapping[str, str], *_: Any) -> TurnRequest:
+    @override
+    def turn(
+        self, path: str, body: dict[str, Any], headers: Mapping[str, str], raw: bytes, named: SessionId | None
+    ) -> TurnRequest:
         """Check a turn, a chat's from here on. Raises InvalidRequest, with vLLM's words for vLLM's own fields."""
         # Anthropic's usage has read and computed tokens, which are the whole prompt.
         return replace(read_turn(CHAT_PATH, self._chat(body), headers), usage=UsageFormat.OPENAI)
@@ -73,10 +77,7 @@ class Anthropic:
         said: dict[str, Any] = chat.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return said | {key: body[key] for key in OUR_FIELDS if key in body}
 
-    def asking(self, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return the path and the body of a chat's turn for the engine: as they are."""
-        return CHAT_PATH, body
-
+    @override
     def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:
         """Return a reader of the chat's answer that writes Anthropic's."""
         request = turn.request

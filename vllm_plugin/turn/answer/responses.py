@@ -26,6 +26,7 @@ from contextcache.fields import OUR_FIELDS
 from contextcache.model import ContextMode, SessionId, UsageFormat
 from contextcache.responses import RESPONSE_FIELDS, continued_by, response_id
 from vllm_plugin.turn.answer.chat import UNREADABLE, AnswerResult, JsonAnswer, SseAnswer
+from vllm_plugin.turn.answer.dialect import Dialect
 from vllm_plugin.turn.answer.events import Event
 from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.prompt.history import Sent, find_new
@@ -66,7 +67,7 @@ _ENDS = {"completed": "stop", "incomplete": "length"}
 
 
 @dataclass(frozen=True, slots=True)
-class Responses:
+class Responses(Dialect):
     """vLLM's own words for responses."""
 
     serving: Any
@@ -96,8 +97,9 @@ class Responses:
             )
         return cls(serving, rendering, frozenset(ends))
 
+    @override
     def turn(
-        self, body: dict[str, Any], headers: Mapping[str, str], raw: bytes, named: SessionId | None
+        self, path: str, body: dict[str, Any], headers: Mapping[str, str], raw: bytes, named: SessionId | None
     ) -> TurnRequest:
         """Check a turn, `raw` as it came, of the context it was routed for.
 
@@ -144,11 +146,13 @@ class Responses:
             said={key: body[key] for key in RESPONSE_FIELDS if key in body},
         )
 
-    def asking(self, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    @override
+    def asking(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of a chat's turn for this engine."""
         fields = {key: value for key, value in body.items() if key not in _CHAT_FIELDS}
         return RESPONSES_PATH, {**fields, "store": False, _MADE: True}
 
+    @override
     def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:
         """Return a reader of the engine's response that writes the client's."""
         told = _Told(turn, self.ends)
