@@ -37,7 +37,8 @@ class LeaseTerms:
 @dataclass(slots=True)
 class _Lease:
     deadline_ms: int = 0
-    keys: set[BlockKey] = field(default_factory=set)
+    keys: dict[BlockKey, None] = field(default_factory=dict)
+    """In the order of the load: at its end the last block is the most recently used."""
 
 
 class Leases:
@@ -65,7 +66,7 @@ class Leases:
             return False
         lease = self._leases.setdefault(terms.lease_id, _Lease())
         lease.deadline_ms = self._clock.now_ms() + min(terms.life_ms, self._life_ms_max)
-        fresh = set(keys) - lease.keys
+        fresh = {key: None for key in keys if key not in lease.keys}
         lease.keys |= fresh
         self._blocks.hold(fresh, "lease")
         return True
