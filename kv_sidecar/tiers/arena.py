@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 SUFFIX = ".arena"
 """The region's socket is the gRPC socket's path and this."""
 _BORROWERS_MAX = 256
-"""Connections at once: ranks of the engines of a pod, and those of engines that end."""
+"""Maximum number of connections: ranks of a pod's engines, and of engines that end."""
 _ANSWER_S = 2.0
 """How long the engine waits for the descriptor."""
 _MADV_POPULATE_WRITE = 23
@@ -65,7 +65,7 @@ _LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, c
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _CONNECTIONS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""This process's as a borrower; a child that it forks closes its copies, or it would stand for this one that ended."""
+"""Connections of this process as a borrower. A forked child closes its copies, or it would stand for its parent."""
 
 
 def populate(address: int, size_bytes: int, *, stopping: threading.Event) -> int:
@@ -87,7 +87,7 @@ def populate(address: int, size_bytes: int, *, stopping: threading.Event) -> int
 class Region:
     """Anonymous shared memory of a fixed size, mapped into this process until `close()`.
 
-    Its size is sealed: an engine that cuts it short would kill whoever reads behind the end.
+    Its size is sealed: an engine that shortens it would kill every process that reads behind the end.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -137,7 +137,7 @@ class Region:
 
 
 class ArenaDoor:
-    """Hands the region's descriptor to whoever may open the socket, and notices when they have gone."""
+    """Hands the region's descriptors to processes that may open the socket, and notices their end."""
 
     def __init__(
         self, path: Path, region: Region, *, on_come: Callable[[str], None], on_gone: Callable[[str], None]
@@ -201,7 +201,7 @@ class ArenaDoor:
         try:
             connection.setblocking(False)
             socket.send_fds(connection, [borrower.encode()], [self._region.descriptor, self._region.table])
-            # Memory is charged to the container of whoever touches it first: ours.
+            # The kernel charges memory to the container that touches it first: ours.
             while not self._region.is_populated:  # noqa: ASYNC110  # it is set by a thread, once, seconds after the start
                 await asyncio.sleep(_POLL_S)
             connection.send(b"\n")
@@ -216,9 +216,9 @@ class ArenaDoor:
 
 
 class MappedArena:
-    """The region as an engine's process sees it. Open for as long as somebody holds this object.
+    """The region in an engine's process, open while the process holds this object.
 
-    Whoever is going to write to a lent slot holds it: the connection's end tells the sidecar that nobody writes.
+    Each writer to a lent slot holds it: the connection's end tells the sidecar that no thread writes.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class MappedArena:
         self.granule_bytes = _granule_bytes(self.size_bytes)
         _CONNECTIONS.add(connection)
         self.borrower = borrower
-        """What the sidecar calls this process."""
+        """Name that the sidecar has for this process."""
         self._stopping = threading.Event()
         threading.Thread(
             target=_attend,
@@ -301,7 +301,7 @@ def _attend(
 
 
 def _give_way() -> None:
-    """Let everybody else have the cores before this thread: the first restores are on their way."""
+    """Give this thread the lowest priority: the first restores are on their way."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 

@@ -34,7 +34,7 @@ _UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EUCLEAN, errno.EAC
 _NO_FILE = {errno.ELOOP, errno.ENXIO, errno.ENOTDIR}
 """Errors of an open where a link, device or socket lies in the place of a file, or a file in that of a directory."""
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""What is short for a moment, and says nothing of what lies there."""
+"""Errors of a short supply: they pass, and say nothing about the file."""
 
 
 class DataDirectory:
@@ -56,7 +56,7 @@ class DataDirectory:
         self._lock: int | None = None
 
     def open(self) -> None:
-        """Create what is missing, take the lock and remove unfinished writes. Raises OSError when it is locked."""
+        """Create missing directories, take the lock and remove unfinished writes. Raises OSError when it is locked."""
         self.root.mkdir(parents=True, exist_ok=True)
         self._lock = _open_lock(self.root / "lock")
         try:
@@ -103,7 +103,7 @@ class DataDirectory:
             self._step(f"sync {final.name}")
             _fsync_directory(final.parent)
         except OSError as exc:
-            if is_new:  # nobody was told that the file is there, so it must not be
+            if is_new:  # no caller was told of the file, so it must not stay
                 remove_whatever(final)
             raise _full_or(exc) from exc
         self._step(f"published {final.name}")
@@ -119,7 +119,7 @@ class DataDirectory:
             self.put_aside(path)
 
     def remove_for_good(self, paths: Iterable[Path]) -> dict[Path, OSError]:
-        """Remove files, as many as can be, so that none comes back after a crash; return what stopped the others.
+        """Remove files so that none comes back after a crash; return the errors of files that stay.
 
         Each directory is synced once.
         """
@@ -142,9 +142,9 @@ class DataDirectory:
         return failed
 
     def put_aside(self, path: Path) -> None:
-        """Move a bad file, or whatever lies there, into `quarantine/`, where at most `MAX_QUARANTINED` are kept.
+        """Move a bad file, or another thing in its place, into `quarantine/`, which keeps `MAX_QUARANTINED` files.
 
-        Where its directory was replaced, what replaced that is moved. Raises OSError when it cannot be moved.
+        A file in the place of its directory is moved instead. Raises OSError when the move fails.
         """
         while path.parent != self.root and not _is_directory(path.parent):
             path = path.parent
@@ -171,8 +171,8 @@ class DataDirectory:
     def fan_out_files(self, name: str, *, is_ours: Callable[[Path], bool]) -> tuple[list[Path], int]:
         """Return the files of `<name>/<2 hex>/` that bear a name of ours, and the number of other things there.
 
-        What bears such a name and is no file, or lies where a directory of ours belongs, is put aside: it would be in
-        the way of a save for ever. Everything else is left alone. No link is followed. Raises OSError.
+        A thing of such a name that is no file, or in the place of a directory of ours, is put aside: it would block a
+        save for ever. Everything else is left alone. No link is followed. Raises OSError.
         """
         root = self.root / name
         make_real_directory(root)
@@ -211,7 +211,7 @@ class DataDirectory:
             log.warning("file not set aside", exc_info=True)
 
     def _clear_the_way(self, final: Path) -> None:
-        """Create a fan-out directory that outlives a crash like the files in it; put aside whatever blocks a rename."""
+        """Create a fan-out directory that outlives a crash; put aside a thing that blocks a rename."""
         for directory in (final.parent.parent, final.parent):
             if not _is_directory(directory):
                 try:
@@ -230,7 +230,7 @@ class DataDirectory:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock file; what lies in its place and is no file can be nobody's lock."""
+    """Open the lock file; a thing in its place that is no file is removed."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     if regular_size(path) is None:
         remove_whatever(path)
@@ -281,7 +281,7 @@ def _fsync_directory(path: Path) -> None:
 
 
 def entries(directory: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield what lies in a directory; nothing when it is a link or cannot be read. Raises OSError for `_SHORT`."""
+    """Yield the entries of a directory; none when it is a link or cannot be read. Raises OSError for `_SHORT`."""
     try:
         if directory.is_symlink():
             return
@@ -289,7 +289,7 @@ def entries(directory: Path) -> Iterator[os.DirEntry[str]]:
             yield from found
     except OSError as exc:
         if exc.errno in _SHORT:
-            raise  # what it holds would count as gone, and what is with it would be removed
+            raise  # its files would count as gone, and their contexts would be removed
         log.warning("directory unreadable", extra={"directory": directory.name})
 
 
@@ -310,7 +310,7 @@ def remove_whatever(path: Path) -> int:
 
 
 def remove_old(directory: Path, *, before_ms: int) -> int:
-    """Remove what was last written before a Unix time in ms; return the bytes of the files."""
+    """Remove entries last written before a Unix time in ms; return the bytes of the files."""
     removed_bytes = 0
     for entry in entries(directory):
         try:
@@ -323,7 +323,7 @@ def remove_old(directory: Path, *, before_ms: int) -> int:
 
 
 def make_real_directory(path: Path) -> None:
-    """Create a directory; a file or link in its place is removed, not what a link points to. Raises OSError."""
+    """Create a directory; a file or link in its place is removed, never the target of a link. Raises OSError."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         log.warning("file in the place of a directory removed", extra={"directory": path.name})
         path.unlink()

@@ -21,7 +21,7 @@ Arguments = ParamSpec("Arguments")
 class IoThreads:
     """Disk reads, hashing and fsync, off the event loop. Queued work is bounded by the calls a server admits.
 
-    What is written has threads of its own: a disk that takes its time holds up saves, not loads.
+    Writes have their own threads: a slow disk delays saves, not loads.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -37,7 +37,7 @@ class IoThreads:
     async def write(
         self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """As `run`, for what changes the disk."""
+        """As `run`, for work that changes the disk."""
         return await asyncio.get_running_loop().run_in_executor(self._writers, lambda: work(*args, **kwargs))
 
     async def finish(self, steps: Coroutine[Any, Any, Result]) -> Result:
@@ -48,7 +48,7 @@ class IoThreads:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Wait for what was begun, then end the threads."""
+        """Wait for all steps, then end the threads."""
         await self.idle()
         await asyncio.to_thread(self._readers.shutdown)
         await asyncio.to_thread(self._writers.shutdown)
@@ -61,5 +61,5 @@ class IoThreads:
     def _settle(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            # Whoever still waits gets it too; this line is for those who left.
+            # A caller that still waits gets it too; this line is for callers that were cancelled.
             log.debug("background step failed", exc_info=task.exception())

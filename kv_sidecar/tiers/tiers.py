@@ -39,7 +39,7 @@ TierName: TypeAlias = Literal["host", "disk", "peer", "object"]
 
 
 class DamagedBlock(CorruptBlock):
-    """A stored block whose bytes are wrong."""
+    """A stored block with wrong bytes."""
 
     def __init__(self, key: BlockKey, error: CorruptBlock) -> None:
         super().__init__(str(error))
@@ -200,7 +200,7 @@ class Tiers:
             await _end(ahead)
 
     async def copy(self, key: BlockKey) -> Buffer | None:
-        """Return a copy of a stored file whose checksum is the one that was vouched for; None: there is none."""
+        """Return a copy of a stored file that still has its vouched checksum; None: there is none."""
         return await self._threads.finish(self._copied(key))
 
     async def _copied(self, key: BlockKey) -> Buffer | None:
@@ -261,7 +261,7 @@ class Tiers:
             return sum(self.blocks.found(block, file) for block, file in zip(doomed, files, strict=True) if file)
 
     async def put_aside(self, key: BlockKey) -> None:
-        """Quarantine a block whose bytes are wrong. A file that cannot be moved loses its checksum."""
+        """Quarantine a block with wrong bytes. A file that cannot be moved loses its checksum."""
         block = await self.blocks.settled(key)
         if not block.is_stored:
             return
