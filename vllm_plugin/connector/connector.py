@@ -7,8 +7,9 @@ without work too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -197,19 +198,14 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     # Scheduler
 
     @override
-    def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
-        self._learn_ranks(metadata.values())
-
-    @override
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
-        self._learn_ranks(metadata.values())
-
-    def _learn_ranks(self, handshakes: Collection[RankHandshake]) -> None:
-        for handshake in handshakes:
+        ranks = []
+        for handshake in metadata.values():
             if handshake.facts is None:
                 self.scheduler_side.leave_alone(*handshake.uncarried)
                 return
-        self.scheduler_side.learn_ranks(handshake.facts for handshake in handshakes if handshake.facts is not None)
+            ranks.append(handshake.facts)
+        self.scheduler_side.learn_ranks(ranks)
 
     @override
     def on_new_request(self, request: Any) -> None:
@@ -327,6 +323,6 @@ def _zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 def _read_secret(settings: ConnectorSettings) -> bytes:
     try:
-        return read_secret(settings.secret_path)
+        return read_secret(Path(settings.secret_file))
     except OSError as exc:
         raise ValueError(f"secret file {settings.secret_file} is not readable") from exc

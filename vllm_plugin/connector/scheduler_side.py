@@ -320,6 +320,7 @@ class SchedulerSide:
         if found.manifest is None:
             load.give_up(found.reason)
         else:
+            self._pending_saves.end(found.manifest.cache_ref)
             load.move("find")
         return True
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 WEIGHTS_UNNAMED = "0"
@@ -141,8 +140,3 @@ class ConnectorSettings(Bounds):
     def sends_ahead(self, device: str) -> bool:
         """Return whether full blocks are sent while a request runs, on an engine that computes on `device`."""
         return self.early_saves == "on" or (self.early_saves == "auto" and device != "cpu")
-
-    @property
-    def secret_path(self) -> Path:
-        """The secret file as a path."""
-        return Path(self.secret_file)

@@ -14,6 +14,7 @@ from typing import Any
 from prometheus_client import Counter
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import Tracer, open_tracer
@@ -61,16 +62,16 @@ BYTES = "loaded_bytes"
 """The one count that is not of events."""
 
 
-def hit_source(tier: pb.Tier.ValueType) -> Any:
-    """Return a tier in the words of vLLM's `prompt_tokens_cached_by_source` (vLLM >= 0.32)."""
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+_SOURCES = {
+    pb.TIER_HOST: CacheHitSource.HOST,
+    pb.TIER_DISK: CacheHitSource.DISK,
+    pb.TIER_PEER: CacheHitSource.P2P,
+}
 
-    names = {
-        pb.TIER_HOST: CacheHitSource.HOST,
-        pb.TIER_DISK: CacheHitSource.DISK,
-        pb.TIER_PEER: CacheHitSource.P2P,
-    }
-    return names.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+def hit_source(tier: pb.Tier.ValueType) -> Any:
+    """Return a tier in the words of vLLM's `prompt_tokens_cached_by_source`."""
+    return _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not followed by mypy

@@ -1,5 +1,6 @@
 """Values survive the wire."""
 
+from dataclasses import dataclass
 from typing import get_args
 
 import pytest
@@ -22,7 +23,6 @@ from contextcache.model import (
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2 as sidecar_pb
 from contextcache.wire.messages import message_of, value_of
-from kv_sidecar.resolve import Question
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 count = st.integers(0, 2**50)
@@ -100,6 +100,12 @@ def test_a_member_of_a_newer_release_is_an_error_of_ours(field):
 
 def test_a_number_with_a_fraction_survives_the_wire():
     """Seen failing: the sidecar read each question of an engine as a fault."""
-    asked = Question("demo", "f" * 64, 1, b"", compute_us_per_token=250.5)
+    report = sidecar_pb.LoadReport(request_id="r", restore_ms=2.5)
 
-    assert value_of(Question, message_of(sidecar_pb.ResolveRequest, asked)) == asked
+    assert value_of(Told, report) == Told("r", 2.5)
+
+
+@dataclass(frozen=True)
+class Told:
+    request_id: str
+    restore_ms: float

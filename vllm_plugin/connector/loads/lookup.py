@@ -6,7 +6,6 @@ every token of the answer with the prompt.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -48,13 +47,15 @@ class Match:
 
 
 class PendingSaves:
-    """cache_refs that this engine saves now. Each entry goes when its save ends, or is too old to wait for."""
+    """cache_refs that this engine saves now. Each entry goes when its save ends, or is too old to wait for.
+
+    Used by the engine's thread only.
+    """
 
     def __init__(self, clock: Clock, *, life_ms: int, limit: int = 1024) -> None:
         self._clock = clock
         self._life_ms = life_ms
         self._limit = limit
-        self._lock = threading.Lock()
         self._live: dict[CacheRef, tuple[int, int]] = {}
         """Time at which each is too old, and its number of tokens."""
 
@@ -62,32 +63,25 @@ class PendingSaves:
         """Note a save that has begun; False when a save under this name is in flight."""
         if cache_ref in self:
             return False
-        with self._lock:
-            while len(self._live) >= self._limit:
-                self._live.pop(next(iter(self._live)))
-            self._live[cache_ref] = (self._clock.now_ms() + self._life_ms, num_tokens)
+        while len(self._live) >= self._limit:
+            self._live.pop(next(iter(self._live)))
+        self._live[cache_ref] = (self._clock.now_ms() + self._life_ms, num_tokens)
         return True
 
     def num_tokens(self, cache_ref: CacheRef) -> int:
         """Return the number of tokens of a save in flight; 0: none is, or its number is unknown."""
-        with self._lock:
-            ends_at_ms, num_tokens = self._live.get(cache_ref, (0, 0))
-        return num_tokens if self._clock.now_ms() < ends_at_ms else 0
+        return self._live[cache_ref][1] if cache_ref in self else 0
 
     def end(self, cache_ref: CacheRef) -> None:
         """Note the end of a save."""
-        with self._lock:
-            self._live.pop(cache_ref, None)
+        self._live.pop(cache_ref, None)
 
     def clear(self) -> None:
         """Forget all."""
-        with self._lock:
-            self._live.clear()
+        self._live.clear()
 
     def __contains__(self, cache_ref: CacheRef) -> bool:
-        with self._lock:
-            ends_at_ms, _ = self._live.get(cache_ref, (0, 0))
-        return self._clock.now_ms() < ends_at_ms
+        return self._clock.now_ms() < self._live.get(cache_ref, (0, 0))[0]
 
 
 class Lookup:
@@ -197,7 +191,6 @@ class Lookups:
         found = Match(manifest, reason=answer.reason, tier=answer.tier, missing=frozenset(answer.missing))
         if manifest is None:
             return found
-        self._saves.end(manifest.cache_ref)
         if (reason := refusal(manifest, facts)) is not None:
             self._counters.add("refused_manifests", reason)
             return replace(found, manifest=None, reason=reason)

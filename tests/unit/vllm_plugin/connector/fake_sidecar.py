@@ -28,7 +28,7 @@ from contextcache.wire.messages import value_of
 from kv_sidecar.client import EngineSidecarClient, parse_block_file, with_files
 from kv_sidecar.format.ids import BlockKey, unpack_token_ids
 from kv_sidecar.format.manifest import rank_keys
-from kv_sidecar.resolve import Question, Resolution
+from kv_sidecar.resolve import Resolution
 from kv_sidecar.tiers.memory import Memory, Place, Slot
 from vllm_plugin.connector.metadata import common_prefix
 from vllm_plugin.connector.sidecar_link import Arena
@@ -219,7 +219,7 @@ class FakeSidecar(EngineSidecarClient):
         """Answer as kv_sidecar/resolve.py does, from what is here."""
         self._arrive("resolve")
         self.questions.append(request)
-        best = Resolution(value_of(Question, request))
+        best = Resolution(request)
         named = list(request.cache_refs)
         while any(self._is_pending(ref, request) for ref in named) and not self.limit_passed.wait(0.005):
             self._arrival("waiting").set()
@@ -237,7 +237,7 @@ class FakeSidecar(EngineSidecarClient):
             usable = common_prefix(np.asarray(manifest.token_ids), np.frombuffer(request.token_ids, "<u4").astype(int))
             if is_worth_it and (ref in named or usable >= best.num_usable + request.tokens_min) and best.take(manifest):
                 break
-        answer = pb.ResolveResponse(tier=pb.TIER_HOST, num_tokens=best.num_tokens, missing=best.missing)
+        answer = pb.ResolveResponse(tier=pb.TIER_HOST, missing=best.missing)
         answer.reason = "" if best.manifest else best.reason
         return best.manifest, answer
 

@@ -174,7 +174,7 @@ def test_what_a_worker_cannot_carry_leaves_the_whole_engine_alone(engine: Engine
     odd = {"l0": torch.zeros(200, 2, 16, 8), "l1": torch.zeros(200, 2, 16)}
     engine.loop.worker.register_kv_caches(odd)
     handshake = engine.loop.worker.get_handshake_metadata()
-    engine.loop.connector.set_xfer_handshake_metadata({0: handshake})
+    engine.loop.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
     engine.loop.add("turn", PROMPT, params=transfer(save=cache_ref(1)))
     engine.loop.run_to_end("turn")
 

@@ -550,7 +550,7 @@ def test_an_answer_with_other_tokens_is_never_loaded(engine: Engine) -> None:
     """The sidecar compares tokens too; the engine believes its own comparison alone."""
     saved(engine, [token + 300 for token in PROMPT], A)
     other = engine.sidecar.manifests[A]
-    engine.sidecar.resolve = lambda *_: (other, pb.ResolveResponse(num_tokens=150, tier=pb.TIER_HOST))
+    engine.sidecar.resolve = lambda *_: (other, pb.ResolveResponse(tier=pb.TIER_HOST))
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
     engine.loop.run_to_end("again")
 
