@@ -111,9 +111,10 @@ def chain_packed(fingerprint: str, tenant: str, packed: bytes, *, block_tokens: 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Return token ids as unsigned 32-bit little-endian integers. Raises OverflowError when one does not fit."""
-    if token_ids and (min(token_ids) < 0 or max(token_ids) > _MAX_TOKEN_ID):
+    ids = np.fromiter(token_ids, np.int64, len(token_ids))
+    if len(ids) and not 0 <= ids.min() <= ids.max() <= _MAX_TOKEN_ID:
         raise OverflowError("a token id must fit into 32 bits")
-    return np.array(token_ids, dtype="<u4").tobytes()
+    return ids.astype("<u4").tobytes()
 
 
 def unpack_token_ids(raw: bytes) -> tuple[int, ...]:
