@@ -1,1 +1,1 @@
-"""From the engine's answer to the client's: each dialect, the delivery, the receipt, and answers given again."""
+"""The way from the engine's answer to the client's: dialects, delivery, receipt, and answers given again."""

@@ -1,1 +1,1 @@
-"""From a client's request to the token ids that the engine gets: read, matched with the transcript, composed, cut."""
+"""The way from a client's request to the engine's token ids: read, matched with the transcript, composed, cut."""
