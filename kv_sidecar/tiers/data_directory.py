@@ -46,6 +46,7 @@ class DataDirectory:
         self.root = root
         self._statvfs = statvfs
         self.tmp = root / "tmp"
+        self._tmp = str(self.tmp)
         self.quarantine = root / "quarantine"
         self._step = step
         self._count_lock, self._clearing = threading.Lock(), threading.Lock()
@@ -83,30 +84,32 @@ class DataDirectory:
             os.close(self._lock)
             self._lock = None
 
-    def publish(self, data: Buffer, final: Path) -> None:
+    def publish(self, data: Buffer, final: Path | str) -> None:
         """Make `data` appear at `final`, whole and durable, or not at all. Raises StorageFull, OSError.
 
         Where a file was before, it may be either of the two after an error.
         """
-        temporary = self._temporary_path(final)
+        final = os.fspath(final)
+        folder, _, name = final.rpartition("/")
+        temporary = f"{self._tmp}/{name}.{os.urandom(8).hex()}"
         try:
-            self._step(f"write {final.name}")
+            self._step(f"write {name}")
             _write_synced(temporary, data)
-            self._clear_the_way(final)
-            self._step(f"rename {final.name}")
+            self._clear_the_way(final, folder)
+            self._step(f"rename {name}")
             is_new = not os.path.lexists(final)
-            temporary.rename(final)
+            os.rename(temporary, final)  # noqa: PTH104  # paths are texts here: each block passes
         except OSError as exc:
-            remove_whatever(temporary)
+            remove_whatever(Path(temporary))
             raise _full_or(exc) from exc
         try:
-            self._step(f"sync {final.name}")
-            _fsync_directory(final.parent)
+            self._step(f"sync {name}")
+            _fsync_directory(folder)
         except OSError as exc:
             if is_new:  # no caller was told of the file, so it must not stay
-                remove_whatever(final)
+                remove_whatever(Path(final))
             raise _full_or(exc) from exc
-        self._step(f"published {final.name}")
+        self._step(f"published {name}")
 
     def remove(self, path: Path) -> None:
         """Remove a file if it is there; it may come back after a crash. A directory in its place is put aside."""
@@ -210,10 +213,11 @@ class DataDirectory:
         except OSError:
             log.warning("file not set aside", exc_info=True)
 
-    def _clear_the_way(self, final: Path) -> None:
+    def _clear_the_way(self, final: str, folder: str) -> None:
         """Create a fan-out directory that outlives a crash; put aside a thing that blocks a rename."""
-        for directory in (final.parent.parent, final.parent):
-            if not _is_directory(directory):
+        for place in (folder.rpartition("/")[0], folder):
+            if not _is_directory(place):
+                directory = Path(place)
                 try:
                     directory.mkdir()
                 except FileExistsError:
@@ -223,10 +227,7 @@ class DataDirectory:
                             directory.mkdir(exist_ok=True)
                 _fsync_directory(directory.parent)
         if _is_directory(final):
-            self.put_aside(final)
-
-    def _temporary_path(self, final: Path) -> Path:
-        return self.tmp / f"{final.name}.{os.urandom(8).hex()}"
+            self.put_aside(Path(final))
 
 
 def _open_lock(path: Path) -> int:
@@ -241,7 +242,7 @@ def _full_or(error: OSError) -> Exception:
     return StorageFull("the disk is full") if error.errno in _NO_ROOM else error
 
 
-def _is_directory(path: Path) -> bool:
+def _is_directory(path: Path | str) -> bool:
     """Return whether a directory lies there, and no link to one."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
@@ -256,7 +257,7 @@ def _modified_ns(path: Path) -> int:
         return 0  # another thread was faster
 
 
-def _write_synced(path: Path, data: Buffer) -> None:
+def _write_synced(path: str, data: Buffer) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
     try:
         write_all(descriptor, data)
@@ -272,7 +273,7 @@ def write_all(descriptor: int, data: Buffer) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _fsync_directory(path: Path) -> None:
+def _fsync_directory(path: Path | str) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

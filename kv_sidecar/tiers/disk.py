@@ -57,7 +57,7 @@ class Disk:
 
     def put(self, key: BlockKey, data: Buffer) -> FileState:
         """Write a whole file, atomically and durably; replaces the file before. Raises StorageFull, OSError."""
-        self._directory.publish(data, self.path_of(key))
+        self._directory.publish(data, self._file(key))
         return FileState(len(data), self._directory.inodes())
 
     def read_into(self, key: BlockKey, room: memoryview) -> None:
