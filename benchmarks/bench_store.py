@@ -37,7 +37,7 @@ from deploy.local import s3_server
 from deploy.local.ports import LOOPBACK
 from deploy.local.table import render
 from kv_sidecar.client import BlockFileWriter
-from kv_sidecar.format.manifest import block_meta, num_files
+from kv_sidecar.format.manifest import num_files
 from kv_sidecar.moving.peer import StoredPeer
 from kv_sidecar.saves import NewSave
 from kv_sidecar.settings import SidecarSettings
@@ -103,14 +103,16 @@ async def saved(sidecar: Sidecar, seed: int) -> CacheRef:
         token_ids=tuple(range(seed, seed + BLOCKS * BLOCK_TOKENS)),
         expires_at_ms=SystemClock().now_ms() + 3_600_000,
     )
-    manifest = new.manifest(block_tokens=BLOCK_TOKENS)
     prepared = await sidecar.catalog.prepare_save(new)
+    ref = sidecar.catalog.refs.owner(new.cache_ref)
+    assert ref is not None, "prepared"
+    assert ref.save is not None, "prepared"
     for index in prepared.missing_files:
-        writer = BlockFileWriter(block_meta(manifest, index, 0), pages_bytes=PAGES_BYTES)
+        writer = BlockFileWriter(ref.save.meta(index, 0), pages_bytes=PAGES_BYTES)
         writer.begin(memoryview(bytearray(writer.size_bytes)))
         writer.pages[:] = np.frombuffer(os.urandom(PAGES_BYTES), np.uint8)
         await sidecar.catalog.take_block(new.cache_ref, 0, index, bytes(writer.finish()))
-    await sidecar.catalog.seal(new.cache_ref, 0)
+    await sidecar.seal(new.cache_ref, 0)
     return new.cache_ref
 
 

@@ -1,19 +1,22 @@
-"""The story of saved KV: announce, take, seal, wait, open, load, touch, delete, collect. Read this first.
+"""The story of saved KV: announce, take, seal, wait, open, load, touch, fork, delete, collect. Read this first.
 
 Rules:
 1. Publish the pointer last, remove it first. Save: blocks and tail, then the manifest. Delete: manifest, then the
-   blocks nobody else holds. A crash in between leaves files without a manifest, which the collector frees.
-2. A block is kept while a manifest or a lease holds it, or a save in flight counts on it.
-3. Whatever is wrong with stored bytes is a miss, never an answer.
+   blocks without a reference. A crash in between leaves files without a manifest, which the collector frees.
+2. A block stays while a manifest, a lease or a save in flight refers to it.
+3. Wrong bytes are a miss, never an answer.
+
+Parts: `refs` has the state of every cache_ref, `blocks` of every block, `intake` decides on saves, `retention` on
+evictions. They return decisions; the catalog carries them out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal, TypeVar
 
@@ -21,24 +24,26 @@ from contextcache.errors import (
     CacheRefNotFound,
     CacheRefPending,
     ContextCacheError,
+    ContextDeleted,
+    ContextExists,
+    ContextExpired,
     InvalidRequest,
     SidecarUnavailable,
     StorageFull,
 )
 from contextcache.model import CacheRef, KeptGroup, Manifest, SessionId, TenantId
-from contextcache.names import CACHE_REF_PATTERN, check_tenant, prompt_ref
+from contextcache.names import CACHE_REF_PATTERN, check_cache_refs, check_session_id, check_tenant, prompt_ref
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
-from kv_sidecar.forking import Forks, NewFork
 from kv_sidecar.format.ids import BlockKey, require_fingerprint
 from kv_sidecar.format.manifest import all_keys, block_key, num_files, rank_keys
-from kv_sidecar.keeping import Keeping
+from kv_sidecar.intake import Intake
 from kv_sidecar.leases import Leases, LeaseTerms
-from kv_sidecar.reclaim import Removed, Retention
+from kv_sidecar.refs import PENDING, Phase, Ref, Refs
+from kv_sidecar.retention import Changed, Removed, Retention, keys_of
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.saves import CatalogLimits, FailedSave, MoreTokens, NewSave
-from kv_sidecar.saving import PreparedSave, Saving
-from kv_sidecar.sealed.index import ManifestRecord, RecentNames
+from kv_sidecar.saves import CatalogLimits, FailedSave, MoreTokens, NewSave, PreparedSave, Save
+from kv_sidecar.sealed.index import ManifestRecord
 from kv_sidecar.sealed.manifests import SealedManifests
 from kv_sidecar.sealed.matching import PrefixMatches, PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found
@@ -51,142 +56,129 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _FRESH_MS = 600_000
-"""How long a pulled context that nobody loads still counts as its peer's."""
+"""Time for which pulled KV that no load has asked for counts as its peer's."""
+_HASHED_HERE = 16_384
+"""Tokens whose block ids are computed in the event loop, in some 2 ms. More are hashed in a thread."""
+SOURCES_MAX = 4
+"""Refs that a fork may name; a session has two."""
+FORK_WAIT_S = 1.0
+"""Wait of a fork for KV that is being saved: a fork right after a turn gets all of it."""
 NOT_FOUND = "no KV under this cache_ref"
-"""One message for absent, expired, deleted and another tenant's."""
+"""One message for an absent, expired or deleted ref and for another tenant's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkTerms:
+    """A new context that gets the KV of another one."""
+
+    tenant: TenantId
+    session_id: SessionId
+    """Session of the fork."""
+    cache_ref: CacheRef
+    """Name of the fork's KV."""
+    sources: tuple[CacheRef, ...]
+    """Names of the KV to take, best first."""
+    expires_at_ms: int
+
+    def check(self) -> None:
+        """Raise InvalidRequest for an invalid field."""
+        check_tenant(self.tenant)
+        check_session_id(self.session_id)
+        if not 1 <= len(self.sources) <= SOURCES_MAX:
+            raise InvalidRequest(f"a fork must have 1 to {SOURCES_MAX} sources", param="sources")
+        check_cache_refs((self.cache_ref, *self.sources))
 
 
 class ContextCatalog:
     """All contexts of one sidecar. Used from one event loop."""
 
-    def __init__(  # what it is made of, by name
-        self,
-        *,
-        tiers: Tiers,
-        manifests: SealedManifests,
-        runtime: Runtime,
-        limits: CatalogLimits,
-        on_sealed: Callable[[ManifestRecord, bool], None] | None = None,
-        on_replaced: Callable[[Sequence[ManifestRecord]], None] | None = None,
+    def __init__(
+        self, runtime: Runtime, refs: Refs, *, tiers: Tiers, manifests: SealedManifests, limits: CatalogLimits
     ) -> None:
-        """`on_sealed` is told of KV that is durable here, and whether only its expiry is new.
-
-        `on_replaced` is told of kept KV that others of its group stand for: it is not here any more.
-        """
-        self._on_sealed = on_sealed or (lambda _record, _is_touch: None)
-        self._on_replaced = on_replaced or (lambda _records: None)
+        self.refs = refs
+        self._runtime = runtime
         self._tiers = tiers
         self._blocks = tiers.blocks
         self._manifests = manifests
-        self._threads = threads = runtime.threads
-        self._clock = clock = runtime.clock
         self._limits = limits
-        self._metrics = metrics = runtime.metrics
-        self._saving = Saving(
-            tiers=tiers,
-            manifests=manifests,
-            clock=clock,
-            limits=limits,
-            metrics=metrics,
-            free=self._free,
-            spare=self._spare,
-        )
-        self._forks = Forks(manifests, self._saving, clock=clock)
-        self._leases = Leases(self._blocks, runtime, max_leases=limits.max_leases, life_ms_max=limits.lease_ms)
-        self._matches = PrefixMatches(
-            manifests,
-            threads,
-            clock=clock,
-            metrics=metrics,
-            max_names=limits.max_tombstones,
-            lose=self._lose_unreadable,
-        )
-        self._keeping = Keeping(
-            manifests,
-            clock=clock,
-            is_wanted=lambda record: self._matches.is_named(record) or self._is_leased(record),
-            size_bytes=tiers.blocks.stored_bytes,
-        )
+        self._intake = Intake(runtime, refs, tiers.blocks, limits)
         self._retention = Retention(
-            blocks=tiers.blocks,
-            manifests=manifests,
-            metrics=metrics,
-            is_leased=self._is_leased,
-            is_named=self._matches.is_named,
-            free=self._free,
-            guarantee_bytes=limits.tenant_guarantee_bytes,
+            runtime, refs, tiers=tiers, manifests=manifests, guarantee_bytes=limits.tenant_guarantee_bytes
         )
-        self._spared: RecentNames[BlockKey] = RecentNames(keep_ms=limits.spare_ms, max_names=limits.max_tombstones)
-        """Blocks that nobody holds, kept for the next save of a session, with whose they are."""
-        self._expected: set[tuple[TenantId, CacheRef]] = set()
-        """What a pull is fetching, or looking for."""
-        self._pulled: RecentNames[tuple[CacheRef, int]] = RecentNames(
-            keep_ms=_FRESH_MS, max_names=limits.max_tombstones
-        )
-        """Ranks of pulled contexts that nobody has loaded here yet."""
-        self._from_store: RecentNames[CacheRef] = RecentNames(keep_ms=_FRESH_MS, max_names=limits.max_tombstones)
-        """Contexts pulled from the shared store."""
+        self._leases = Leases(tiers.blocks, runtime, max_leases=limits.max_leases, life_ms_max=limits.lease_ms)
+        self._matches = PrefixMatches(manifests, refs, runtime, lose=self._lose_unreadable)
         self._reads_ahead = False
         self._room = asyncio.Event()
         """Set, and replaced, when there may be room for a slot again."""
 
     @property
     def num_contexts(self) -> int:
-        """Sealed manifests."""
+        """Number of sealed manifests."""
         return len(self._manifests.index)
 
-    def bytes_by_tenant(self) -> Mapping[TenantId, int]:
-        """Return the bytes of block files on disk that each tenant has, those being written included."""
-        return self._blocks.bytes_by_tenant()
-
     def tenant_usage(self, tenant: TenantId) -> tuple[int, int]:
-        """Return the bytes a tenant has on disk that would not give way for a context of its, and the most it may have.
+        """Return the bytes on disk that a tenant's new contexts cannot use, and its limit; 0: none.
 
-        0: no limit. Raises InvalidRequest.
+        Near the limit kept KV does not count, because the tenant's contexts evict it. Raises InvalidRequest.
         """
         check_tenant(tenant)
         used, limit = self._blocks.tenant_bytes(tenant)
         if limit and 2 * used > limit:
-            used = max(used - self._manifests.index.kept_bytes(tenant), 0)
+            used = max(used - self._blocks.kept_bytes(tenant), 0)
         return used, limit
 
     async def start(self) -> None:
-        """Rebuild the index of manifests from the files, and what is known of their blocks from them.
-
-        Raises SidecarUnavailable for a fault that passes: what would be left out now would be lost.
-        """
+        """Rebuild the index from the manifest files. Raises SidecarUnavailable for a temporary fault of the disk."""
         await self._manifests.rebuild(
-            is_stored=lambda key: self._blocks.stored_bytes(key) is not None,
-            vouch=self._know_blocks,
-            now_ms=self._clock.now_ms(),
+            is_stored=self._is_stored, vouch=self._know_blocks, now_ms=self._runtime.clock.now_ms()
         )
 
     async def prepare_save(self, new: NewSave) -> PreparedSave:
-        """Open the save of one rank and pin the blocks it counts on. Idempotent.
+        """Open the save of one rank and hold the blocks that it counts on. Idempotent.
 
         Raises InvalidRequest (also when ranks disagree), ContextDeleted, ContextExpired, ContextExists, StorageFull.
         """
-        new.check()
-        manifest = await self._threads.run(new.manifest, block_tokens=self._limits.block_tokens)
-        if new.is_kept and not new.early:
-            self._keeping.refuse_repetition(manifest)
-        await self._retention.make_share(new.tenant, 1, for_kept=new.is_kept)
-        return self._saving.prepare(new, manifest)
+        new = new.checked(block_tokens=self._limits.block_tokens)
+        try:
+            ref, save = self._intake.admit(new)
+            prepared = await self._announce(
+                ref, save, MoreTokens(new.tenant, new.cache_ref, new.rank, 0, new.token_ids, new.early)
+            )
+        except BaseException as exc:
+            self._intake.refuse(new, exc)
+            raise
+        if new.source:
+            ref.source, ref.fresh_ranks = new.source, ref.fresh_ranks | {new.rank}
+            ref.fresh_until_ms = self._runtime.clock.now_ms() + _FRESH_MS
+        return prepared
 
     async def extend_save(self, more: MoreTokens) -> PreparedSave:
         """Add tokens to an open save of one rank. Idempotent.
 
         Raises SaveIncomplete when the save is not open or lacks tokens, InvalidRequest, ContextDeleted, StorageFull.
         """
-        return await self.prepare_save(self._saving.extended(more))
+        ref, save = self._intake.opened(more)
+        return await self._announce(ref, save, more)
+
+    async def _announce(self, ref: Ref, save: Save, more: MoreTokens) -> PreparedSave:
+        async with save.lock:
+            if len(more.token_ids) <= _HASHED_HERE:
+                files = save.new_files(more)
+            else:
+                files = await self._runtime.threads.run(save.new_files, more)
+            save.grow(more, files)
+            if save.new.is_kept and save.is_whole:
+                self._retention.refuse_repetition(save.manifest())
+            await self._retention.make_share(save.new.tenant, 1, for_kept=save.new.is_kept)
+            return self._intake.announce(ref, save, more)
 
     async def lend(self, borrower: str, places: Sequence[tuple[Place, int]], *, timeout_s: float) -> list[LentSlot]:
-        """Lend slots for files of saves in flight, of so many bytes each: for the first ones, as many as fit now.
+        """Lend slots for files of saves in flight, with their sizes in bytes: for the first files, as many as fit now.
 
-        Waits for the first at most `timeout_s`. Raises InvalidRequest, SaveIncomplete, ContextDeleted.
+        Waits at most `timeout_s` for the first one. Raises InvalidRequest, SaveIncomplete, ContextDeleted.
         """
         for place, _ in places:
-            self._saving.expected(place.cache_ref, place.rank, place.block_index)
+            self._intake.expected(place.cache_ref, place.rank, place.block_index)
         lent: list[LentSlot] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -207,40 +199,40 @@ class ContextCatalog:
         self._tell_of_room()
 
     def end_borrower(self, borrower: str) -> None:
-        """Free all that was lent to a process that has ended."""
+        """Free all slots that were lent to a process that has ended."""
         self._tiers.memory.end_borrower(borrower)
         self._tell_of_room()
 
     def _tell_of_room(self) -> None:
-        """Let those who wait for a slot try again."""
+        """Let calls that wait for a slot try again."""
         self._room.set()
         self._room = asyncio.Event()
 
     async def take_slot(self, place: Place, slot_id: int) -> int:
-        """Verify and take a block file in a lent slot, which is the sidecar's again whatever happens; return its bytes.
+        """Verify and take a block file in a lent slot, which is the sidecar's again in any case; return its bytes.
 
-        Raises InvalidRequest, CorruptBlock, StorageFull, SaveIncomplete, ContextDeleted; the save is then over.
+        Raises InvalidRequest, CorruptBlock, StorageFull, SaveIncomplete, ContextDeleted; the save has then ended.
         """
         memory = self._tiers.memory
         slot = memory.hand_over(slot_id, place)
         if slot is None:
             raise InvalidRequest("slot_id was not lent for this file", param="slot_id")
         try:
-            save, expected = self._saving.expected(place.cache_ref, place.rank, place.block_index)
+            ref, save, expected = self._intake.expected(place.cache_ref, place.rank, place.block_index)
         except ContextCacheError:
             memory.free(slot)
             raise
 
-        async def take_in() -> int:
+        async def store() -> int:
             try:
-                await self._retention.make_room(expected.tenant, slot.size_bytes, for_kept=save.is_kept)
+                await self._retention.make_room(expected.tenant, slot.size_bytes, for_kept=save.new.is_kept)
             except BaseException:
                 memory.free(slot)
                 raise
             return await self._tiers.take_slots([(slot, expected)])
 
         try:
-            return await self._finish(self._saving.take(save, expected, take_in))
+            return await self._finish(self._take(ref, save, expected.key, store()))
         finally:
             self._tell_of_room()
 
@@ -249,85 +241,102 @@ class ContextCatalog:
     ) -> int:
         """Take a whole block file that came in frames; return its bytes. Raises as `take_slot`.
 
-        `vouched`: the checksum the sender's manifest vouches for; empty: it vouches for none.
+        `vouched`: the checksum in the sender's manifest; empty: it has none.
         """
-        save, expected = self._saving.expected(cache_ref, rank, block_index)
+        ref, save, expected = self._intake.expected(cache_ref, rank, block_index)
 
-        async def take_in() -> int:
-            await self._retention.make_room(expected.tenant, len(data), for_kept=save.is_kept)
+        async def store() -> int:
+            await self._retention.make_room(expected.tenant, len(data), for_kept=save.new.is_kept)
             return await self._tiers.take_bytes(data, expected, vouched=vouched)
 
-        return await self._finish(self._saving.take(save, expected, take_in))
+        return await self._finish(self._take(ref, save, expected.key, store()))
 
-    async def seal(self, cache_ref: CacheRef, rank: int) -> bool:
-        """End a rank's save; when it was the last, write the manifest and return True. Idempotent.
+    async def _take(self, ref: Ref, save: Save, key: BlockKey, storing: Coroutine[Any, Any, int]) -> int:
+        """Have a file stored. A failure ends the save; what comes after the end is freed."""
+        try:
+            size_bytes = await storing
+        except (ContextCacheError, OSError) as exc:
+            error = exc if isinstance(exc, ContextCacheError) else SidecarUnavailable("the disk cannot be written")
+            await self._fail(ref, save, error)
+            raise error from exc
+        if ref.save is not save:
+            await self._tiers.free([key])
+            raise ContextDeleted("the save was dropped")
+        self._intake.took(save, 1, size_bytes)
+        return size_bytes
 
-        Raises SaveIncomplete when blocks are missing or nothing was prepared, ContextDeleted, StorageFull.
+    async def _fail(self, ref: Ref, save: Save, error: ContextCacheError) -> None:
+        self._runtime.metrics.refused.labels(error.code).inc()
+        if ref.phase is Phase.OPEN:
+            await self._tiers.free(self._intake.end(ref, save, error.code, is_final=False))
+
+    async def seal(self, cache_ref: CacheRef, rank: int) -> Changed | None:
+        """End a rank's save and, after the last rank, write the manifest; None: other ranks have to seal. Idempotent.
+
+        Raises SaveIncomplete when blocks are missing or no save is open, ContextDeleted, StorageFull.
         """
         if self._manifests.index.get(cache_ref) is not None:
-            return True
-        save = self._saving.is_last_rank(cache_ref, rank)
-        if save is not None:
-            crash_point(BEFORE_SEAL)
-            await self._finish(self._saving.publish(save))
-            crash_point(AFTER_SEAL)
-            self._tell_sealed(cache_ref)
-            if save.is_kept:
-                await self._finish(self._replace_shorter(save.manifest))
-        return save is not None
+            return Changed()
+        complete = self._intake.seal(cache_ref, rank)
+        if complete is None:
+            return None
+        crash_point(BEFORE_SEAL)
+        sealed = await self._finish(self._publish(*complete))
+        crash_point(AFTER_SEAL)
+        return sealed
+
+    async def _publish(self, ref: Ref, save: Save) -> Changed:
+        try:
+            record = await self._manifests.publish(lambda: self._intake.publish(ref, save))
+        except (StorageFull, OSError) as exc:
+            error = exc if isinstance(exc, StorageFull) else SidecarUnavailable("the disk cannot be written")
+            self._runtime.metrics.refused.labels(error.code).inc()
+            await self._tiers.free(self._intake.end(ref, save, error.code))
+            raise error from exc
+        if record is None:
+            return Changed()
+        self._intake.let_go(save)
+        if ref.phase is not Phase.SEALED:
+            raise ContextDeleted("the save was dropped")
+        self._runtime.metrics.seals.inc()
+        log.info("context sealed", extra={"cache_ref": record.cache_ref, "num_tokens": record.num_tokens})
+        replaced = await self._replace(self._retention.replace(save.manifest())) if record.is_kept else ()
+        # The store has what came from there. A peer writes its own kept KV.
+        is_new = not ref.source or (ref.source == "peer" and not record.is_kept)
+        return Changed(sealed=(record,) if is_new else (), replaced=replaced)
+
+    async def _replace(self, doomed: Sequence[ManifestRecord]) -> tuple[ManifestRecord, ...]:
+        records = await self._manifests.sweep(doomed)
+        self._runtime.metrics.replaced.inc(len(records))
+        await self._tiers.free(keys_of(records))
+        return tuple(records)
 
     async def abandon_save(self, cache_ref: CacheRef) -> None:
-        """Drop a save whose bytes will not come, with all it brought. Harmless when there is none."""
-        await self._finish(self._abandon(cache_ref))
+        """End a save whose pull has failed, and free its blocks. Harmless when there is none."""
+        await self._finish(self._tiers.free(self._intake.abandon(cache_ref)))
 
     async def give_up_save(self, failed: FailedSave) -> None:
-        """Take the engine's word that nothing is saved under a name, and why; whoever waits for it learns at once.
+        """Take the engine's word that nothing is saved under a name, and why; waiters learn it at once.
 
-        Nothing changes for what is sealed. Raises InvalidRequest.
+        Nothing changes for sealed KV. Raises InvalidRequest.
         """
-        await self._finish(self._give_up_save(failed))
+        await self._finish(self._tiers.free(self._intake.give_up(failed)))
 
     def save_failure(self, tenant: TenantId, cache_ref: CacheRef) -> str:
-        """Return why there is no KV under a name, as a short fixed phrase; empty: not known, or there may be some."""
-        return "" if self._live(tenant, cache_ref) is not None else self._saving.failure(tenant, cache_ref)
-
-    def expect(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
-        """Note that a pull may bring these: until `expect_no_more`, their manifests are pending, not missing."""
-        self._expected.update((tenant, ref) for ref in cache_refs)
-
-    def expect_no_more(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
-        """Take `expect` back. Harmless when repeated."""
-        for ref in cache_refs:
-            self._expected.discard((tenant, ref))
-            self._saving.announce(ref)
-
-    async def changed(self, cache_ref: CacheRef, *, timeout_s: float) -> None:
-        """Return once KV is sealed, or its save or pull has ended, or after `timeout_s`."""
-        await self._saving.changed(cache_ref, timeout_s=timeout_s)
-
-    def mark_pulled(self, cache_ref: CacheRef, rank: int, source: Literal["peer", "object"]) -> None:
-        """Note that a rank's blocks come from a peer, or the shared store: the first load of them says so."""
-        self._pulled.add((cache_ref, rank), self._clock.now_ms())
-        if source == "object":
-            self._from_store.add(cache_ref, self._clock.now_ms())
-
-    def unmark_pulled(self, cache_ref: CacheRef, rank: int) -> None:
-        """Take `mark_pulled` back: they do not come, and what is saved under the name is an engine's own."""
-        self._pulled.discard((cache_ref, rank))
-        self._from_store.discard(cache_ref)
+        """Return why there is no KV under a name, as a short fixed phrase; empty: unknown, or there may be some."""
+        return self.refs.get(tenant, cache_ref).reason
 
     def holds(self, tenant: TenantId, cache_ref: CacheRef) -> bool:
         """Return whether this KV is sealed here, being saved, or expected from a peer."""
-        is_here = self._live(tenant, cache_ref) is not None or self._saving.is_saving(tenant, cache_ref)
-        return is_here or (tenant, cache_ref) in self._expected
+        return self._live(tenant, cache_ref) is not None or self.refs.get(tenant, cache_ref).phase in PENDING
 
     async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_s: float) -> ManifestRecord | None:
         """Return the record once its manifest is durable; None after `timeout_s`, or when the save has failed."""
-        record = self._live(tenant, cache_ref)
-        if record is None:
-            await self._saving.wait(cache_ref, timeout_s=timeout_s)
-            record = self._live(tenant, cache_ref)
-        return record
+        ends_at_s = asyncio.get_running_loop().time() + timeout_s
+        while self.refs.get(tenant, cache_ref).phase in (*PENDING, Phase.ABSENT):
+            if not await self.refs.wait(tenant, [cache_ref], timeout_s=ends_at_s - asyncio.get_running_loop().time()):
+                break
+        return self._live(tenant, cache_ref)
 
     async def open(self, tenant: TenantId, cache_ref: CacheRef, *, again: bool = False) -> Manifest:
         """Return a sealed, unexpired manifest whose blocks are all there. `again`: it was opened a moment ago.
@@ -337,40 +346,37 @@ class ContextCatalog:
         record = self._live(tenant, cache_ref)
         if record is not None:
             manifest = await self._manifests.read(record, again=again)
-            if manifest is not None and all(self._blocks.stored_bytes(key) for key in record.keys):
+            if manifest is not None and all(map(self._is_stored, record.keys)):
                 self._manifests.index.use(cache_ref)
                 return manifest
             await self._lose_unreadable(record)
-        elif (tenant, cache_ref) in self._expected or self._saving.is_saving(tenant, cache_ref):
+        elif self.refs.get(tenant, cache_ref).phase in PENDING:
             raise CacheRefPending("the KV is not sealed yet")
-        self._metrics.misses.inc()
+        self._runtime.metrics.misses.inc()
         raise CacheRefNotFound(NOT_FOUND)
 
     async def match_prefix(self, question: PrefixQuestion) -> Sequence[Found]:
         """Return the tenant's KV that begins most like a prompt, the longest first. Raises InvalidRequest.
 
-        It counts as used now, and what is kept lives on from now.
+        The first answer counts as used now, and its life begins anew if it is kept KV.
         """
         found = await self._matches.find(question)
         for one in found[:1]:
             self._manifests.index.use(one.cache_ref)
-            self._keeping.use(one.cache_ref, question.expires_at_ms)
+            self._retention.use(one.cache_ref, question.expires_at_ms)
         if question.group:
-            self._keeping.note_match(question, found[0].num_tokens if found else 0)
+            self._retention.note_match(question, found[0].num_tokens if found else 0)
         return found
 
     async def kept(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
-        """Return the KV of a tenant's plain requests by conversation, what was used last first.
-
-        Raises InvalidRequest.
-        """
+        """Return the KV of a tenant's plain requests by conversation, the latest used first. Raises InvalidRequest."""
         check_tenant(tenant)
-        return await self._threads.run(self._keeping.shown, self._keeping.groups(tenant, group))
+        return self._retention.groups(tenant, group)
 
     def tier_of(self, manifest: Manifest | ManifestRecord) -> TierName:
-        """Return the tier that would serve most blocks of rank 0 now; of what was not loaded since its pull, whence."""
-        if (manifest.cache_ref, 0) in self._pulled:
-            return self._pulled_from(manifest.cache_ref)
+        """Return the tier that would serve most blocks of rank 0; of pulled KV before its first load, the origin."""
+        if (fresh := self._fresh(self.refs.get(manifest.tenant, manifest.cache_ref), 0)) is not None:
+            return fresh
         if isinstance(manifest, Manifest):
             keys = rank_keys(manifest, 0)
         else:
@@ -391,7 +397,7 @@ class ContextCatalog:
     ) -> AsyncGenerator[Sequence[FetchedBlock], None]:
         """Yield blocks, some at a time; slots stay in place until the generator is closed, or the lease is over.
 
-        The first load of what was pulled names the peer as the tier of all its blocks.
+        The first load of pulled KV names the peer as the tier of all its blocks. `verify`: compare all bytes first.
 
         Raises InvalidRequest, FingerprintMismatch, CacheRefNotFound, CorruptBlock; a corrupt block is quarantined and
         the manifests that hold it are removed.
@@ -408,13 +414,12 @@ class ContextCatalog:
         held = [] if is_leased or not in_slots else keys
         self._blocks.hold(held, "lease")
         blocks = self._tiers.fetch(manifest, rank, wanted, in_slots=in_slots, verify=verify)
-        is_fresh = self._take_fresh(manifest.cache_ref, rank)
+        ref = self.refs.get(manifest.tenant, manifest.cache_ref)
+        fresh = self._fresh(ref, rank)
+        ref.fresh_ranks = ref.fresh_ranks - {rank}
         try:
             async for together in blocks:
-                if is_fresh:
-                    yield [replace(block, tier=self._pulled_from(manifest.cache_ref)) for block in together]
-                else:
-                    yield together
+                yield together if fresh is None else [replace(block, tier=fresh) for block in together]
         except DamagedBlock as exc:
             await self._finish(self._lose_block(exc.key))
             raise
@@ -423,33 +428,34 @@ class ContextCatalog:
             left = self._blocks.let_go(held, "lease")
             self._tell_of_room()
             if left:
-                await self._finish(self._free(left))
+                await self._finish(self._tiers.free(left))
 
     def record(self, cache_ref: CacheRef) -> ManifestRecord | None:
         """Return the record of sealed KV."""
         return self._manifests.index.get(cache_ref)
 
     def of_session(self, tenant: TenantId, session_id: SessionId) -> list[ManifestRecord]:
-        """Return what is sealed here of a session."""
+        """Return the sealed manifests of a session."""
         return self._manifests.index.of_session(tenant, session_id)
 
     async def manifest(self, record: ManifestRecord) -> Manifest | None:
-        """Return the manifest of a record; None when it has gone, or is bad."""
+        """Return the manifest of a record; None: it has gone, or is bad."""
         return await self._manifests.read(record)
 
     async def block(self, key: BlockKey) -> Buffer | None:
-        """Return a copy of a stored block file; None when it has gone, or has other bytes than were stored."""
+        """Return a verified copy of a block file; None: it has gone, or is bad."""
         return await self._tiers.copy(key)
 
     async def read_ahead(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
-        """Bring the first of these that is sealed here into memory, as a load is about to ask for it.
+        """Bring the first of these refs that is sealed here into memory, as a load is about to ask for it.
 
-        Harmless when there is none, or when it is given up on the way. Nobody hears of what is wrong: the load will.
+        Harmless without such a ref, and when cancelled. The load reports what is wrong. Of two calls at once the second
+        returns at once: its load reads.
         """
         records = (self._live(tenant, cache_ref) for cache_ref in cache_refs)
         record = next((record for record in records if record is not None), None)
         if record is None or self._reads_ahead:
-            return  # of two at once the second is read when its load asks
+            return
         self._reads_ahead = True
         try:
             with suppress(SidecarUnavailable):
@@ -464,185 +470,177 @@ class ContextCatalog:
         keys = self._leases.end(lease_id)
         self._tell_of_room()
         if keys:
-            await self._finish(self._free(keys))
+            await self._finish(self._tiers.free(keys))
 
-    async def touch(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
-        """Move the expiry of a session's unexpired manifests, and of those on their way; return how many."""
-        self._saving.move_expiry(tenant, session_id, expires_at_ms)
-        now_ms = self._clock.now_ms()
-        moved = await self._finish(self._manifests.move_expiry(tenant, session_id, expires_at_ms, now_ms=now_ms))
-        for record in self._manifests.index.of_session(tenant, session_id):
-            self._on_sealed(record, True)
-        return moved
+    async def touch(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> list[ManifestRecord]:
+        """Move the expiry of a session's unexpired manifests and of its saves in flight; return the manifests."""
+        self._intake.move_expiry(tenant, session_id, expires_at_ms)
+        now_ms = self._runtime.clock.now_ms()
+        return await self._finish(self._manifests.move_expiry(tenant, session_id, expires_at_ms, now_ms=now_ms))
 
-    async def fork(self, new: NewFork) -> ManifestRecord | None:
+    async def fork(self, terms: ForkTerms) -> ManifestRecord | None:
         """Give a new context the KV of another one, byte for byte the same files; None: there is none. Idempotent.
 
-        Raises InvalidRequest, ContextDeleted, StorageFull.
+        The fork is a manifest of its own over the same blocks and tails, which stay until the last manifest goes. It is
+        written under the lock of all manifests: a delete of the source comes before it, or leaves the files alone.
+
+        Raises InvalidRequest, ContextExpired, ContextExists, ContextDeleted, StorageFull.
         """
-        record = await self._finish(self._forks.make(new))
+        terms.check()
+        return await self._finish(self._fork(terms))
+
+    async def _fork(self, terms: ForkTerms) -> ManifestRecord | None:
+        begun_ms = self._runtime.clock.now_ms()
+        if terms.expires_at_ms <= begun_ms:
+            raise ContextExpired("the context has expired")
+        for cache_ref in terms.sources:
+            if self.refs.get(terms.tenant, cache_ref).save is not None:
+                await self.wait_sealed(terms.tenant, cache_ref, timeout_s=FORK_WAIT_S)
+            if (source := self._live(terms.tenant, cache_ref)) is not None:
+                break
+        else:
+            return None
+        at_prompt = self._live(terms.tenant, prompt_ref(source.cache_ref))
+        if at_prompt is not None:  # KV of the end of its prompt
+            await self._publish_fork(terms, at_prompt, prompt_ref(terms.cache_ref), begun_ms)
+        record = await self._publish_fork(terms, source, terms.cache_ref, begun_ms)
         if record is not None:
-            self._on_sealed(record, False)
+            log.info("context forked", extra={"cache_ref": terms.cache_ref, "num_tokens": record.num_tokens})
         return record
 
+    async def _publish_fork(
+        self, terms: ForkTerms, source: ManifestRecord, cache_ref: CacheRef, begun_ms: int
+    ) -> ManifestRecord | None:
+        manifest = await self._manifests.read(source, again=True)
+
+        def plan() -> Manifest | None:
+            self._intake.check_not_deleted(terms.tenant, terms.session_id, cache_ref, started_at_ms=begun_ms)
+            taken, owner = self._manifests.index.get(cache_ref), self.refs.owner(cache_ref)
+            is_ours = taken is None or (taken.tenant, taken.session_id) == (terms.tenant, terms.session_id)
+            if not is_ours or (owner is not None and owner.save is not None):
+                raise ContextExists("this cache_ref is already sealed")
+            known = self._manifests.index.get(source.cache_ref)
+            if manifest is None or known is None or known.keys != source.keys:
+                return None  # deleted, lost or saved anew since it was read
+            # The files keep their names, tails too: nothing is hashed under the lock.
+            return replace(
+                manifest,
+                cache_ref=cache_ref,
+                session_id=terms.session_id,
+                expires_at_ms=terms.expires_at_ms,
+                tail_ref=manifest.tail_ref or manifest.cache_ref,
+            )
+
+        return await self._manifests.publish(plan)
+
     async def delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
-        """Remove manifests of a session ("" for none) and of `cache_refs`, then all blocks nobody else holds.
+        """Remove manifests of a session ("" for none) and of `cache_refs`, then all blocks without a reference.
 
-        Later saves under these names are refused. Idempotent.
+        KV of the end of a context's prompt goes with it. Later saves under these names are refused. Idempotent.
         """
-        return await self._finish(self._delete(tenant, session_id, cache_refs))
+        refs = [ref for ref in cache_refs if CACHE_REF_PATTERN.fullmatch(ref)]
+        refs = [*refs, *map(prompt_ref, refs)]
+        return await self._finish(self._delete(tenant, session_id, refs))
 
-    async def collect(self) -> Removed:
-        """Free what is reachable from no live manifest and no save in flight."""
+    async def _delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
+        keys = self._intake.delete(tenant, session_id, cache_refs)
+        records = await self._manifests.remove(tenant, session_id, cache_refs)
+        self._runtime.metrics.deletes.inc(len(records))
+        keys += self._blocks.unspare((tenant, session_id))
+        return Removed(len(records), await self._tiers.free([*keys_of(records), *keys]))
+
+    async def collect(self) -> Changed:
+        """Free everything that no live manifest and no save in flight refers to."""
         return await self._finish(self._collect())
 
-    def sealed(self, *, kept: bool = False) -> list[ManifestRecord]:
-        """Return the records of all sealed manifests of sessions, expired ones too, the one used longest ago first.
+    async def _collect(self) -> Changed:
+        replaced = await self._replace(self._retention.replaced())
+        self._intake.end_overdue()
+        self._leases.expire()
+        self._tell_of_room()
+        now_ms = self._runtime.clock.now_ms()
+        records = await self._manifests.sweep(self._manifests.index.expired(now_ms))
+        self._runtime.metrics.collected.inc(len(records))
+        freed = await self._tiers.free(self._blocks.garbage(now_ms))
+        touched = []
+        # Last: a full disk takes nothing, and the steps above free it.
+        for record, expires_at_ms in self._retention.take_used():
+            try:
+                await self._manifests.extend(record, expires_at_ms)
+            except (StorageFull, SidecarUnavailable, OSError):
+                self._retention.use(record.cache_ref, expires_at_ms)
+            else:
+                touched.append(record)
+        removed = Removed(len(records) + len(replaced), freed)
+        return Changed(touched=tuple(touched), replaced=replaced, removed=removed)
 
-        `kept`: of what is kept instead.
+    def sealed(self, *, kept: bool = False) -> list[ManifestRecord]:
+        """Return the records of all manifests of sessions, expired ones too, the one used longest ago first.
+
+        `kept`: of kept KV instead.
         """
         return [record for record in self._manifests.index.records() if record.is_kept == kept]
 
     async def drop(self, records: Sequence[ManifestRecord]) -> Removed:
-        """Remove those manifests that are still what they were, then all blocks nobody else holds.
+        """Remove those manifests that have not changed, then all blocks without a reference.
 
-        What was touched or sealed anew meanwhile stays. Unlike after `delete`, the names may be saved under again.
+        Unlike after `delete`, the names may be saved under again.
         """
         return await self._finish(self._drop(records))
 
-    def _know_blocks(self, manifest: Manifest) -> None:
-        """Note whose the stored blocks are, and what their manifest vouches for. Before anything else runs."""
-        keys = all_keys(manifest)
-        for key, checksum in zip_longest(keys, manifest.block_checksums):
-            self._blocks.vouch(key, manifest.tenant, checksum)
-
-    async def _finish(self, steps: Coroutine[Any, Any, Result]) -> Result:
-        """Run `steps` to their end whoever still waits. Raises SidecarUnavailable for what the disk refused."""
-        try:
-            return await self._threads.finish(steps)
-        except OSError as exc:
-            raise SidecarUnavailable("the disk cannot be written") from exc
-
-    def _tell_sealed(self, cache_ref: CacheRef) -> None:
-        record = self._manifests.index.get(cache_ref)
-        if record is None or cache_ref in self._from_store:
-            return
-        if not record.is_kept or (cache_ref, 0) not in self._pulled:  # a peer's beginning is the peer's to write
-            self._on_sealed(record, False)
-
-    def _pulled_from(self, cache_ref: CacheRef) -> Literal["peer", "object"]:
-        return "object" if cache_ref in self._from_store else "peer"
-
-    def _take_fresh(self, cache_ref: CacheRef, rank: int) -> bool:
-        is_fresh = self._pulled.added_at_ms((cache_ref, rank), self._clock.now_ms()) is not None
-        self._pulled.discard((cache_ref, rank))
-        return is_fresh
-
-    async def _give_up_save(self, failed: FailedSave) -> None:
-        await self._free(self._saving.give_up(failed))
-
-    async def _abandon(self, cache_ref: CacheRef) -> None:
-        await self._free(self._saving.abandon(cache_ref))
+    async def _drop(self, doomed: Sequence[ManifestRecord]) -> Removed:
+        records = await self._manifests.sweep(doomed)
+        self._runtime.metrics.orphaned.inc(len(records))
+        return Removed(len(records), await self._tiers.free(keys_of(records)))
 
     def _live(self, tenant: TenantId, cache_ref: CacheRef) -> ManifestRecord | None:
-        return self._manifests.live(tenant, cache_ref, now_ms=self._clock.now_ms())
+        return self._manifests.live(tenant, cache_ref, now_ms=self._runtime.clock.now_ms())
 
-    async def _lose(self, select: Callable[[], list[ManifestRecord]]) -> list[ManifestRecord]:
-        """Remove manifests that can no longer be served, and return them. Their blocks stay for now."""
-        records = await self._manifests.lose(select)
-        for record in records:
-            log.warning("context lost", extra={"cache_ref": record.cache_ref, "tenant": record.tenant})
-        return records
+    def _is_stored(self, key: BlockKey) -> bool:
+        return self._blocks.stored_bytes(key) is not None
+
+    def _fresh(self, ref: Ref, rank: int) -> Literal["peer", "object"] | None:
+        """Return the origin of a rank's pulled KV that no load has asked for."""
+        is_fresh = rank in ref.fresh_ranks and self._runtime.clock.now_ms() < ref.fresh_until_ms
+        return (ref.source or None) if is_fresh else None
 
     async def _lose_unreadable(self, record: ManifestRecord) -> None:
-        refs = [record.cache_ref]
-        await self._finish(self._lose_incomplete(lambda: self._manifests.index.of_refs(record.tenant, refs)))
+        await self._finish(self._lose_incomplete(record))
 
-    async def _lose_incomplete(self, select: Callable[[], list[ManifestRecord]]) -> None:
-        """Remove manifests that lack something, and spare their blocks for the save that follows the recompute.
+    async def _lose_incomplete(self, record: ManifestRecord) -> None:
+        """Remove a manifest that lacks something, and spare its blocks for the save that follows the recompute.
 
-        Not their tails: those are sent at every save, and one saved again under the same name may hold other tokens.
+        Not its tails: every save sends those, and a save under the same name may have other tokens.
         """
-        records = await self._lose(select)
-        for record in records:
-            self._spare(record, record.keys)
-        await self._free([key for key in _keys_of(records) if key.kind == "tail"])
-
-    def _spare(self, whose: Manifest | ManifestRecord, keys: Iterable[BlockKey]) -> None:
-        """Keep stored whole blocks that nobody holds for a while, or until their session is deleted."""
-        now_ms = self._clock.now_ms()
-        for key in keys:
-            if key.kind == "block" and self._blocks.stored_bytes(key):
-                self._spared.add(key, now_ms, owner=(whose.tenant, whose.session_id))
+        for lost in await self._lose([record]):
+            self._intake.spare(lost.tenant, lost.session_id, lost.keys)
+            await self._tiers.free([key for key in lost.keys if key.kind == "tail"])
 
     async def _lose_block(self, key: BlockKey) -> None:
-        """Remove a block whose bytes are wrong, and what holds it.
+        """Remove a block whose bytes are wrong, and the manifests that hold it.
 
         The other blocks of those contexts go too: what spoilt one may have spoilt more, and sending them again costs
         less than reading them all to find out.
         """
         await self._tiers.put_aside(key)
-        await self._free(_keys_of(await self._lose(lambda: self._manifests.index.holders(key))))
+        await self._tiers.free(keys_of(await self._lose(self._manifests.index.holders(key))))
 
-    async def _delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
-        keys = self._saving.drop_deleted(tenant, session_id, cache_refs)
-        # What was saved at the end of a context's prompt goes with it.
-        cache_refs = [*cache_refs, *(prompt_ref(ref) for ref in cache_refs if CACHE_REF_PATTERN.fullmatch(ref))]
-        index = self._manifests.index
-        records = await self._manifests.remove(
-            lambda: list({*index.of_refs(tenant, cache_refs), *index.of_session(tenant, session_id)})
-        )
-        self._metrics.deletes.inc(len(records))
-        keys += self._spared.take((tenant, session_id))
-        return Removed(len(records), await self._free([*_keys_of(records), *keys]))
+    async def _lose(self, doomed: Sequence[ManifestRecord]) -> list[ManifestRecord]:
+        """Remove manifests that can no longer be served, and return them. Their blocks stay for now."""
+        records = await self._manifests.lose(doomed)
+        for record in records:
+            log.warning("context lost", extra={"cache_ref": record.cache_ref, "tenant": record.tenant})
+        return records
 
-    async def _replace_shorter(self, manifest: Manifest) -> None:
-        records = await self._manifests.sweep(lambda: self._keeping.replaced_by(manifest))
-        self._metrics.replaced.inc(len(records))
-        self._on_replaced(records)
-        await self._free(_keys_of(records))
+    def _know_blocks(self, manifest: Manifest) -> None:
+        """Note the tenant of the stored blocks, and the checksums in their manifest. Before anything else runs."""
+        keys = all_keys(manifest)
+        for key, checksum in zip_longest(keys, manifest.block_checksums):
+            self._blocks.vouch(key, manifest.tenant, checksum)
 
-    async def _collect(self) -> Removed:
-        replaced = await self._manifests.sweep(self._keeping.take_replaced)
-        self._metrics.replaced.inc(len(replaced))
-        self._on_replaced(replaced)
-        now_ms = self._clock.now_ms()
-        keys = [*self._saving.drop_overdue(), *self._leases.expire()]
-        self._tell_of_room()
-        records = await self._manifests.sweep(lambda: self._manifests.index.expired(now_ms))
-        self._metrics.collected.inc(len(records))
-        self._spared.forget_old(now_ms)
-        orphans = await self._threads.run(self._orphans)
-        freed = await self._free([*_keys_of(records), *_keys_of(replaced), *keys, *orphans])
-        # Last: a disk that is full takes nothing, and what is above frees it.
-        for record, expires_at_ms in self._keeping.take_used():
-            try:
-                await self._manifests.extend(record, expires_at_ms)
-            except (StorageFull, SidecarUnavailable, OSError):
-                self._keeping.use(record.cache_ref, expires_at_ms)
-            else:
-                self._on_sealed(record, True)
-        return Removed(len(records) + len(replaced), freed)
-
-    async def _drop(self, doomed: Sequence[ManifestRecord]) -> Removed:
-        index = self._manifests.index
-        records = await self._manifests.sweep(lambda: [r for r in doomed if index.get(r.cache_ref) == r])
-        self._metrics.orphaned.inc(len(records))
-        return Removed(len(records), await self._free(_keys_of(records)))
-
-    def _orphans(self) -> list[BlockKey]:
-        return [key for key in self._blocks.garbage(self._clock.now_ms()) if not self._is_wanted(key)]
-
-    async def _free(self, keys: Sequence[BlockKey]) -> int:
-        return await self._tiers.free(keys, wanted=self._is_wanted)
-
-    def _is_leased(self, record: ManifestRecord) -> bool:
-        return self._blocks.is_leased(record.keys)
-
-    def _is_wanted(self, key: BlockKey) -> bool:
-        is_held = self._manifests.index.is_held(key) or self._saving.is_pinned(key)
-        return is_held or key in self._spared
-
-
-def _keys_of(records: Sequence[ManifestRecord]) -> list[BlockKey]:
-    return [key for record in records for key in record.keys]
+    async def _finish(self, steps: Coroutine[Any, Any, Result]) -> Result:
+        """Run `steps` to their end even if the caller leaves. Raises SidecarUnavailable for a refusal of the disk."""
+        try:
+            return await self._runtime.threads.finish(steps)
+        except OSError as exc:
+            raise SidecarUnavailable("the disk cannot be written") from exc

@@ -188,7 +188,7 @@ class Resolver:
                     raise
             if left_ms <= 0:
                 raise pending
-            await self._catalog.changed(cache_ref, timeout_s=min(left_ms / 1000, _LOOK_AGAIN_S))
+            await self._catalog.refs.wait(tenant, [cache_ref], timeout_s=min(left_ms / 1000, _LOOK_AGAIN_S))
 
     async def _like(self, best: Resolution) -> Sequence[Found]:
         """Return other KV of the tenant that begins like the prompt and adds enough; KV on its way stands last."""

@@ -1,26 +1,27 @@
-"""Saves in flight and saves that failed: what was announced, which blocks they count on, which ranks have sealed. Pure.
-
-What ended without a manifest is remembered, bounded by count and age: whose it was, and why. All ranks of one attempt
-name the same start: what one of them gave up is refused to the others, whoever comes first.
-"""
+"""Announcements of an engine, and the save that grows from them. Pure."""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from contextcache.errors import ERRORS_BY_CODE, InvalidRequest
-from contextcache.model import CacheRef, KVGroup, Manifest, SessionId, TenantId, plain_group
+from contextcache.model import CacheRef, KVFile, KVGroup, Manifest, SessionId, TenantId, plain_group
 from contextcache.names import (
     KEPT_PREFIX,
     check_cache_refs,
     check_session_id,
     check_tenant,
 )
+from kv_sidecar.format.block_file import BlockMeta, file_meta
 from kv_sidecar.format.ids import BlockKey, check_fingerprint_text
-from kv_sidecar.format.manifest import MAX_WORLD_SIZE, check_groups, rank_keys, with_files
+from kv_sidecar.format.manifest import MAX_WORLD_SIZE, check_groups, context_files, file_key, next_files
+
+Source: TypeAlias = Literal["", "peer", "object"]
+"""Origin of KV that a pull brings; empty: the engine of this pod."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +46,16 @@ class CatalogLimits:
     lease_ms: int = 300_000
     """Longest life of a lease without an end. Longer than any load takes."""
     tenant_guarantee_bytes: int = 0
-    """On disk, of each tenant: no other tenant's saves push them out."""
+    """Bytes on disk that saves of other tenants do not evict, for each tenant."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewSave:
-    """What one rank announces."""
+    """Announcement of one rank."""
 
     tenant: TenantId
     session_id: SessionId
+    """Session, or group of kept KV."""
     cache_ref: CacheRef
     fingerprint: str
     rank: int
@@ -61,21 +63,25 @@ class NewSave:
     token_ids: tuple[int, ...]
     expires_at_ms: int
     started_at_ms: int = 0
-    """Unix time in ms when the turn began; 0: not known."""
+    """Unix time in ms when the turn began; 0: unknown."""
     groups: tuple[KVGroup, ...] = ()
-    """What the KV is of; none: a plain engine's, in blocks of the sidecar's size."""
+    """Groups of the KV; none: the one group of a plain engine, in blocks of the sidecar's size."""
     early: bool = False
-    """Whether these are files ahead of the save itself: its tokens begin with these."""
+    """Whether more tokens follow, by MoreTokens."""
     tail_ref: CacheRef = ""
-    """Whose tails these are; empty: its own. Of a fork that comes from a peer."""
+    """Owner of its tails; empty: itself. A fork that a peer sends has the tails of its source."""
+    source: Source = ""
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is of a plain request; `session_id` is its group then."""
+        """Whether it is of a plain request."""
         return self.session_id.startswith(KEPT_PREFIX)
 
-    def check(self) -> None:
-        """Raise InvalidRequest for a field that cannot be."""
+    def checked(self, *, block_tokens: int) -> NewSave:
+        """Return it with its groups filled in. Raises InvalidRequest.
+
+        `block_tokens`: the least that a whole block holds.
+        """
         check_tenant(self.tenant)
         check_session_id(self.session_id)
         check_cache_refs([self.cache_ref])
@@ -86,27 +92,15 @@ class NewSave:
         if not self.token_ids:
             raise InvalidRequest("a save must have at least one token", param="token_ids")
         check_fingerprint_text(self.fingerprint)
-
-    def manifest(self, *, block_tokens: int) -> Manifest:
-        """Return the manifest to be; its size is known once its blocks are there. Raises InvalidRequest.
-
-        `block_tokens`: the least that a whole block holds.
-        """
         groups = self.groups or (plain_group(len(self.token_ids), block_tokens),)
         check_groups(groups, len(self.token_ids), block_tokens_min=block_tokens)
-        return with_files(
-            Manifest(
-                cache_ref=self.cache_ref,
-                tenant=self.tenant,
-                session_id=self.session_id,
-                fingerprint=self.fingerprint,
-                token_ids=self.token_ids,
-                groups=groups,
-                files=(),
-                world_size=self.world_size,
-                expires_at_ms=self.expires_at_ms,
-                tail_ref=self.tail_ref,
-            )
+        return replace(self, groups=groups)
+
+    def terms(self) -> NewSave:
+        """Return the fields on which all ranks of a save must agree beside the tokens."""
+        groups = tuple(replace(group, runs=()) for group in self.groups) if _grows(self.groups) else self.groups
+        return replace(
+            self, rank=0, token_ids=(), expires_at_ms=0, started_at_ms=0, groups=groups, early=False, source=""
         )
 
 
@@ -124,97 +118,129 @@ class MoreTokens:
     """Whether more tokens follow."""
 
 
-@dataclass(slots=True)
-class SaveInFlight:
-    """One cache_ref on its way to a manifest."""
+@dataclass(frozen=True, slots=True)
+class PreparedSave:
+    """Files that a rank has to send."""
 
-    manifest: Manifest
+    missing_files: tuple[int, ...]
+    """Positions of the files that are not here, and of every tail."""
+    num_files: int
+
+
+@dataclass(slots=True, eq=False)
+class Save:
+    """A save in flight: tokens and files that its ranks have announced. Tokens are hashed once, as they come.
+
+    A context of one group with full attention may grow, and the names of its blocks continue from the last one. Any
+    other context is announced as a whole, because its files come group by group.
+    """
+
+    new: NewSave
+    """First announcement."""
     deadline_ms: int
-    """Unix time in ms after which it is dropped, unless it is announced again or another block comes before."""
-    started_at_ms: int = 0
-    """Unix time in ms when its turn began, the same for all ranks; 0: not known."""
-    prepared: set[int] = field(default_factory=set)
+    """Unix time in ms; every message of a rank moves it."""
+    expires_at_ms: int
+    token_ids: list[int] = field(default_factory=list)
+    files: list[KVFile] = field(default_factory=list)
+    is_whole: bool = False
+    """Whether all tokens are announced; otherwise these are files ahead of the save."""
+    num_sent: dict[int, int] = field(default_factory=dict)
+    """Tokens that each rank has announced."""
     sealed: set[int] = field(default_factory=set)
-    publishing: bool = False
-    """Set while its manifest is being written: too late to drop it for its deadline."""
-    early: bool = False
-    """Whether only files ahead of it were announced so far: it cannot be sealed, and its end is nobody's loss."""
-    dropped: bool = False
-    """Set when it ends without a manifest: what still comes in for it is removed again."""
+    """Ranks that have sealed."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while tokens are added."""
 
     @property
-    def is_kept(self) -> bool:
-        """Whether it is of a plain request."""
-        return self.manifest.session_id.startswith(KEPT_PREFIX)
+    def block_tokens(self) -> int:
+        """Tokens in a whole block of the first group."""
+        return self.new.groups[0].block_tokens
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every rank has sealed."""
-        return len(self.sealed) == self.manifest.world_size
+    def new_files(self, more: MoreTokens) -> tuple[KVFile, ...]:
+        """Return the files of the tokens that are new. Hashes them; known tokens are compared.
+
+        Raises InvalidRequest when the ranks disagree.
+        """
+        known, end = self.token_ids, more.first_token + len(more.token_ids)
+        overlap = max(len(known) - more.first_token, 0)
+        new = more.token_ids[overlap:]
+        is_other_end = (new and self.is_whole) or (end < len(known) and not more.early)
+        if is_other_end or list(more.token_ids[:overlap]) != known[more.first_token : end]:
+            raise InvalidRequest("the ranks sent different data for this cache_ref", param="cache_ref")
+        if more.early and (not _grows(self.new.groups) or end % self.block_tokens):
+            raise InvalidRequest("an early save must have one group and whole blocks", param="early")
+        if not new:
+            return ()
+        tail_ref, fingerprint = self.new.tail_ref or self.new.cache_ref, self.new.fingerprint
+        if not _grows(self.new.groups):
+            return context_files(tail_ref, fingerprint, self.new.tenant, new, self.new.groups)
+        last = self.files[-1] if self.files else None
+        return next_files(last, tail_ref, fingerprint, self.new.tenant, new, block_tokens=self.block_tokens)
+
+    def grow(self, more: MoreTokens, files: Sequence[KVFile]) -> None:
+        """Take the tokens that are new, with their files."""
+        self.token_ids += more.token_ids[max(len(self.token_ids) - more.first_token, 0) :]
+        self.files += files
+        self.is_whole = self.is_whole or not more.early
+
+    def num_files(self, num_tokens: int) -> int:
+        """Return the number of files of a rank that has announced so many tokens."""
+        is_all = self.is_whole and num_tokens == len(self.token_ids)
+        return len(self.files) if is_all else num_tokens // self.block_tokens
+
+    def key(self, block_index: int, rank: int) -> BlockKey:
+        """Return the key of the file at a position."""
+        file = self.files[block_index]
+        return file_key(file, self.new.groups[file.group].digest, rank)
+
+    def keys(self, rank: int) -> list[BlockKey]:
+        """Return the keys of the files that a rank has announced."""
+        return [self.key(index, rank) for index in range(self.num_files(self.num_sent.get(rank, 0)))]
+
+    def meta(self, block_index: int, rank: int) -> BlockMeta:
+        """Return the metadata that the file at a position must have."""
+        file, new = self.files[block_index], self.new
+        return file_meta(
+            file,
+            group=new.groups[file.group].digest,
+            tenant=new.tenant,
+            fingerprint=new.fingerprint,
+            rank=rank,
+            token_ids=tuple(self.token_ids[file.first_token : file.end_token]),
+        )
+
+    def manifest(self) -> Manifest:
+        """Return the manifest to be, without sizes and checksums."""
+        groups = self.new.groups
+        if _grows(groups):
+            groups = (replace(groups[0], runs=((0, len(self.token_ids)),)),)
+        return Manifest(
+            cache_ref=self.new.cache_ref,
+            tenant=self.new.tenant,
+            session_id=self.new.session_id,
+            fingerprint=self.new.fingerprint,
+            token_ids=tuple(self.token_ids),
+            groups=groups,
+            files=tuple(self.files),
+            world_size=self.new.world_size,
+            expires_at_ms=self.expires_at_ms,
+            tail_ref=self.new.tail_ref,
+        )
 
 
-class SavesInFlight:
-    """All saves, and the blocks that must not be collected because a save counts on them."""
-
-    def __init__(self) -> None:
-        self._saves: dict[CacheRef, SaveInFlight] = {}
-        self._pins: Counter[BlockKey] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._saves)
-
-    def __iter__(self) -> Iterator[SaveInFlight]:
-        return iter(list(self._saves.values()))
-
-    def get(self, cache_ref: CacheRef) -> SaveInFlight | None:
-        """Return the save of a cache_ref."""
-        return self._saves.get(cache_ref)
-
-    def prepare(self, save: SaveInFlight, rank: int) -> None:
-        """Add a rank, and the save itself when it is the first; pins the rank's blocks. Harmless when repeated."""
-        self._saves[save.manifest.cache_ref] = save
-        if rank not in save.prepared:
-            save.prepared.add(rank)
-            self._pins.update(rank_keys(save.manifest, rank))
-
-    def become(self, save: SaveInFlight, manifest: Manifest) -> None:
-        """Give a save other tokens; what it does not count on any more is left to the collector."""
-        before = [key for rank in save.prepared for key in rank_keys(save.manifest, rank)]
-        save.manifest = manifest
-        self._pins.update(key for rank in save.prepared for key in rank_keys(manifest, rank))
-        self._unpin(before)
-
-    def _unpin(self, keys: list[BlockKey]) -> None:
-        for key in keys:
-            self._pins[key] -= 1
-            if not self._pins[key]:
-                del self._pins[key]
-
-    def remove(self, save: SaveInFlight) -> list[BlockKey]:
-        """End a save; return the blocks it no longer pins. Harmless when repeated."""
-        if self._saves.get(save.manifest.cache_ref) is not save:
-            return []
-        del self._saves[save.manifest.cache_ref]
-        keys = [key for rank in save.prepared for key in rank_keys(save.manifest, rank)]
-        self._unpin(keys)
-        return keys
-
-    def is_pinned(self, key: BlockKey) -> bool:
-        """Return whether a save counts on the block."""
-        return key in self._pins
-
-    def of_session(self, tenant: TenantId, session_id: SessionId) -> list[SaveInFlight]:
-        """Return the saves of a session."""
-        return [save for save in self if (save.manifest.tenant, save.manifest.session_id) == (tenant, session_id)]
+def _grows(groups: Sequence[KVGroup]) -> bool:
+    """Return whether a context of these groups can be saved while it grows."""
+    return [group.kind for group in groups] == ["full_attention"]
 
 
 HOLD_DEADLINE = "hold_deadline"
-"""The connector could not hold the engine's blocks until all were copied; those that came are whole."""
+"""The engine's blocks could not be held until all were copied; the blocks that came are whole."""
 SAVE_DEADLINE = "save_deadline"
-"""Nothing came of it for too long."""
+"""No message of the save came for too long."""
+PULL_FAILED = "pull_failed"
 _REASON = re.compile(r"[a-z][a-z_]{0,39}", re.ASCII)
 _COUNTED = frozenset(ERRORS_BY_CODE) | {
-    # The connector's own words.
+    # The connector's reasons.
     "blocks_gone",
     HOLD_DEADLINE,
     "multimodal",
@@ -231,7 +257,7 @@ _COUNTED = frozenset(ERRORS_BY_CODE) | {
     "staging_full",
     "state_ahead",
     "weights_changed",
-    # Its words for engines that it leaves alone.
+    # Its reasons for engines that it does not serve.
     "context_parallel",
     "encoder_decoder",
     "failure_policy",
@@ -242,25 +268,25 @@ _COUNTED = frozenset(ERRORS_BY_CODE) | {
     "no_layers",
     "ranks_differ",
     "unsupported_layers",
-    # Ours.
-    "pull_failed",
+    # The sidecar's reasons.
+    PULL_FAILED,
     SAVE_DEADLINE,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class FailedSave:
-    """One attempt that came to nothing."""
+    """A save that an engine gives up."""
 
     tenant: TenantId
     cache_ref: CacheRef
     reason: str
     """A short fixed phrase, such as `staging_full` or the code of an error."""
     started_at_ms: int = 0
-    """Unix time in ms when its turn began; 0: not known."""
+    """Unix time in ms when its turn began; 0: unknown."""
 
     def check(self) -> None:
-        """Raise InvalidRequest for a field that cannot be."""
+        """Raise InvalidRequest for an invalid field."""
         check_tenant(self.tenant)
         check_cache_refs([self.cache_ref])
         if not _REASON.fullmatch(self.reason):
@@ -270,42 +296,3 @@ class FailedSave:
 def counted_reason(reason: str) -> str:
     """Return the reason as a metric's label: those of a later release are one."""
     return reason if reason in _COUNTED else "other"
-
-
-class FailedSaves:
-    """At most `max_names`, each for `keep_ms`; the oldest go first."""
-
-    def __init__(self, *, keep_ms: int, max_names: int) -> None:
-        self._keep_ms = keep_ms
-        self._max_names = max_names
-        self._saves: OrderedDict[CacheRef, tuple[int, FailedSave]] = OrderedDict()
-
-    def add(self, failed: FailedSave, now_ms: int) -> None:
-        """Remember a failure from now on. The first reason of an attempt stays: what follows comes of it."""
-        before = self.get(failed.cache_ref, now_ms)
-        same = before is not None and (before.tenant, before.started_at_ms) == (failed.tenant, failed.started_at_ms)
-        if before is not None and same and failed.started_at_ms:
-            return
-        self._saves[failed.cache_ref] = (now_ms, failed)
-        self._saves.move_to_end(failed.cache_ref)
-        while len(self._saves) > self._max_names:
-            self._saves.popitem(last=False)
-
-    def get(self, cache_ref: CacheRef, now_ms: int) -> FailedSave | None:
-        """Return what failed under a name, or None when nothing did, or nothing is remembered."""
-        while self._saves:
-            oldest, (added_at_ms, _) = next(iter(self._saves.items()))
-            if now_ms - added_at_ms < self._keep_ms:
-                break
-            del self._saves[oldest]
-        kept = self._saves.get(cache_ref)
-        return None if kept is None else kept[1]
-
-    def is_over(self, cache_ref: CacheRef, started_at_ms: int, now_ms: int) -> bool:
-        """Return whether this very attempt has failed already."""
-        failed = self.get(cache_ref, now_ms)
-        return failed is not None and started_at_ms > 0 and failed.started_at_ms == started_at_ms
-
-    def discard(self, cache_ref: CacheRef) -> None:
-        """Forget a failure: a new attempt has begun."""
-        self._saves.pop(cache_ref, None)

@@ -18,8 +18,8 @@ from contextcache.wire.messages import message_of, value_of
 from contextcache.wire.rpc import FRAME_BYTES
 from contextcache.wire.servers import GrpcServer, plain_server
 from contextcache.wire.tracing import NO_TRACER, Tracer
+from kv_sidecar.catalog import ForkTerms
 from kv_sidecar.client import SERVICE_NAME, TIER_NAMES
-from kv_sidecar.forking import NewFork
 from kv_sidecar.format.ids import check_fingerprint, unpack_token_ids
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE
 from kv_sidecar.leases import LeaseTerms
@@ -144,7 +144,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:
-        return pb.SealResponse(sealed=await self._catalog.seal(request.cache_ref, request.rank))
+        return pb.SealResponse(sealed=await self._sidecar.seal(request.cache_ref, request.rank))
 
     @override
     async def AbandonSave(self, request: pb.AbandonSaveRequest, context: Context) -> pb.AbandonSaveResponse:
@@ -217,12 +217,12 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def TouchContext(self, request: pb.TouchContextRequest, context: Context) -> pb.TouchContextResponse:
-        moved = await self._catalog.touch(request.tenant, request.session_id, request.expires_at_ms)
+        moved = await self._sidecar.touch(request.tenant, request.session_id, request.expires_at_ms)
         return pb.TouchContextResponse(num_manifests=moved)
 
     @override
     async def ForkContext(self, request: pb.ForkContextRequest, context: Context) -> pb.ForkContextResponse:
-        record = await self._catalog.fork(value_of(NewFork, request))
+        record = await self._sidecar.fork(value_of(ForkTerms, request))
         if record is None:
             return pb.ForkContextResponse()
         return pb.ForkContextResponse(

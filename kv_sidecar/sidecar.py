@@ -18,7 +18,7 @@ from contextcache.names import CACHE_REF_PATTERN, prompt_ref
 from contextcache.process.reloaded import read_bounded
 from kv_sidecar.accounts import LoadReports, UsageMeter
 from kv_sidecar.blocks import Blocks
-from kv_sidecar.catalog import ContextCatalog
+from kv_sidecar.catalog import ContextCatalog, ForkTerms
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.moving.borrowing import Prefixes
@@ -28,8 +28,9 @@ from kv_sidecar.moving.peer import PeerSidecar, StoredPeer
 from kv_sidecar.moving.peers import EngineRanks, PeerRules
 from kv_sidecar.moving.pulling import ConnectPeer, Pulls
 from kv_sidecar.orphans import ManagerQuestions, Orphans
-from kv_sidecar.reclaim import Collector, Removed
+from kv_sidecar.refs import Refs
 from kv_sidecar.resolve import Resolver
+from kv_sidecar.retention import Changed, Collector, Removed
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.index import ManifestRecord
 from kv_sidecar.sealed.manifests import ManifestStore, SealedManifests
@@ -89,14 +90,9 @@ class Sidecar:
         """Where engines get the arena; None: they send frames."""
         self.tiers = Tiers(blocks=self.blocks, disk=self.disk, memory=self.memory, runtime=self.runtime)
         manifests = ManifestStore(self.directory)
-        self.catalog = ContextCatalog(
-            tiers=self.tiers,
-            manifests=SealedManifests(manifests, self.threads),
-            runtime=self.runtime,
-            limits=settings.limits(),
-            on_sealed=self._write_soon,
-            on_replaced=self._replaced,
-        )
+        refs = Refs(clock, settings.limits())
+        sealed = SealedManifests(manifests, self.threads, self.blocks, refs)
+        self.catalog = ContextCatalog(self.runtime, refs, tiers=self.tiers, manifests=sealed, limits=settings.limits())
         self.shared = self._open_shared() if settings.store_url else None
         """Tier under the disk; None: KV ends with its pod."""
         limits = settings.collector_limits()
@@ -113,6 +109,7 @@ class Sidecar:
             rules=rules,
             limits=settings.pull_limits(),
             connect=connect,
+            shared=self.shared,
             store=store,
         )
         self.prefixes = Prefixes(
@@ -198,14 +195,14 @@ class Sidecar:
 
         KV that no session names is last: the manager may be slow or away. `collect_shared` removes it from the store.
         """
-        removed = await self.catalog.collect()
+        removed = self._learn(await self.catalog.collect()).removed
         before_ms = self.runtime.clock.now_ms() - LEFTOVER_S * 1000
         await self.threads.run(self.directory.remove_leftovers, before_ms=before_ms)
         self.reports.forget_old()
         if self._orphans is not None:
             orphans = await self._orphans.find(self.catalog.sealed())
             removed += await self.catalog.drop(orphans)
-        found = self.catalog.bytes_by_tenant()
+        found = self.blocks.bytes_by_tenant()
         self.metrics.tenant_bytes.show(found, tenants_max=TENANTS_SHOWN_MAX)
         if self._meter is not None:
             in_memory = await self.threads.run(self.blocks.memory_by_tenant)
@@ -268,13 +265,29 @@ class Sidecar:
             left = await self.shared.flush(self.settings.handover_s)
             log.info("contexts written to the shared store", extra={"num_left": left})
 
-    def _write_soon(self, record: ManifestRecord, is_touch: bool) -> None:  # noqa: FBT001  # a callback's
-        if self.shared is not None:
-            self.shared.write_soon(record, again=is_touch)
+    async def seal(self, cache_ref: CacheRef, rank: int) -> bool:
+        """Return whether the last rank has sealed; see `ContextCatalog.seal`."""
+        changed = await self.catalog.seal(cache_ref, rank)
+        return changed is not None and bool(self._learn(changed))
 
-    def _replaced(self, records: Sequence[ManifestRecord]) -> None:
+    async def touch(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
+        """Move the expiry of a session's manifests; return how many. See `ContextCatalog.touch`."""
+        touched = await self.catalog.touch(tenant, session_id, expires_at_ms)
+        self._learn(Changed(touched=tuple(touched)))
+        return len(touched)
+
+    async def fork(self, terms: ForkTerms) -> ManifestRecord | None:
+        """See `ContextCatalog.fork`."""
+        record = await self.catalog.fork(terms)
+        if record is not None:
+            self._learn(Changed(sealed=(record,)))
+        return record
+
+    def _learn(self, changed: Changed) -> Changed:
+        """Tell the shared store of changed manifests."""
         if self.shared is not None:
-            self.shared.replace(records)
+            self.shared.learn(changed)
+        return changed
 
     def _connect_peer(self, address: str, timeout_s: float) -> PeerSidecar:
         limits = self.settings.pull_limits()

@@ -101,11 +101,13 @@ def chain_block_ids(fingerprint: str, tenant: str, token_ids: Sequence[int], *, 
     return chain_packed(fingerprint, tenant, pack_token_ids(token_ids), block_tokens=block_tokens)
 
 
-def chain_packed(fingerprint: str, tenant: str, packed: bytes, *, block_tokens: int) -> tuple[str, ...]:
-    """As `chain_block_ids`, of packed token ids."""
+def chain_packed(
+    fingerprint: str, tenant: str, packed: bytes, *, block_tokens: int, parent: str = ""
+) -> tuple[str, ...]:
+    """As `chain_block_ids`, of packed token ids. `parent`: id of the block before them; empty: they are the first."""
     ids: list[str] = []
     for start, end in pairwise(range(0, len(packed) + 1, block_tokens * TOKEN_BYTES)):
-        ids.append(_block_id(fingerprint, tenant, ids[-1] if ids else "", packed[start:end]))
+        ids.append(_block_id(fingerprint, tenant, ids[-1] if ids else parent, packed[start:end]))
     return tuple(ids)
 
 

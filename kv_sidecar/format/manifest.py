@@ -25,7 +25,7 @@ from contextcache.errors import CacheRefNotFound, CorruptBlock, InvalidRequest
 from contextcache.model import CacheRef, KVFile, KVGroup, Manifest, SessionId, TenantId, kv_kind
 from contextcache.names import CACHE_REF_PATTERN
 from kv_sidecar.format.block_file import BlockMeta, file_meta, tail_start
-from kv_sidecar.format.ids import BlockKey, chain_block_ids, pack_token_ids, unpack_token_ids
+from kv_sidecar.format.ids import BlockKey, chain_block_ids, chain_packed, pack_token_ids, unpack_token_ids
 from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
 
 MAX_GROUPS = 64
@@ -84,6 +84,30 @@ def context_files(
                     files.append(KVFile(number, "block", chain[index], parent, start, stop))
                 else:
                     files.append(KVFile(number, "tail", tail_ref, parent, start, stop))
+    return tuple(files)
+
+
+def next_files(
+    last: KVFile | None,
+    tail_ref: CacheRef,
+    fingerprint: str,
+    tenant: TenantId,
+    token_ids: Sequence[int],
+    *,
+    block_tokens: int,
+) -> tuple[KVFile, ...]:
+    """Return the files of the next tokens of a context with one group of full attention. Hashes these tokens alone.
+
+    `last`: the whole block before them; None: they are the first. Raises OverflowError for a token id.
+    """
+    first, parent = (last.end_token, last.name) if last is not None else (0, "")
+    packed = pack_token_ids(token_ids)
+    files = []
+    for name in chain_packed(fingerprint, tenant, packed, block_tokens=block_tokens, parent=parent):
+        files.append(KVFile(0, "block", name, parent, first, first + block_tokens))
+        first, parent = first + block_tokens, name
+    if rest := len(token_ids) % block_tokens:
+        files.append(KVFile(0, "tail", tail_ref, parent, first, first + rest))
     return tuple(files)
 
 
@@ -167,7 +191,11 @@ def block_key(manifest: Manifest, block_index: int, rank: int) -> BlockKey:
 
 
 def _key(manifest: Manifest, file: KVFile, rank: int) -> BlockKey:
-    group = manifest.groups[file.group].digest
+    return file_key(file, manifest.groups[file.group].digest, rank)
+
+
+def file_key(file: KVFile, group: str, rank: int) -> BlockKey:
+    """Return where a file of a context belongs. `group`: digest of its group."""
     return BlockKey(file.kind, file.name, rank, group, tail_start(file.kind, group, file.first_token))
 
 

@@ -43,6 +43,7 @@ from kv_sidecar.saves import NewSave
 from kv_sidecar.sealed.index import RecentNames
 from kv_sidecar.sealed.matching import PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found
+from kv_sidecar.store.writer import SharedTier
 from kv_sidecar.tiers.store import Buffer
 
 log = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ class PullReply:
 class Pulls:
     """The pulls of one sidecar; owns their tasks. Used from one event loop."""
 
-    def __init__(  # the parts of a pull, by name
+    def __init__(  # noqa: PLR0913  # the parts of a pull, by name
         self,
         catalog: ContextCatalog,
         runtime: Runtime,
@@ -195,9 +196,14 @@ class Pulls:
         rules: PeerRules,
         limits: PullLimits,
         connect: ConnectPeer,
+        shared: SharedTier | None = None,
         store: Peer | None = None,
     ) -> None:
-        """`store`: the store that all pods share, asked for KV that a peer does not have; None: there is none."""
+        """`store`: the store that all pods share, asked for KV that a peer does not have; None: there is none.
+
+        `shared`: learns of pulled KV.
+        """
+        self._shared = shared
         self._catalog = catalog
         self._clock = runtime.clock
         self._metrics = runtime.metrics
@@ -227,7 +233,7 @@ class Pulls:
         if reply.outcome != "started":
             self._metrics.pulls.labels(reply.reason or reply.outcome).inc()
             return reply
-        self._catalog.expect(wanted.tenant, wanted.names)
+        self._catalog.refs.expect(wanted.tenant, wanted.names)
         task = asyncio.create_task(self._run(wanted))
         self._tasks[task] = wanted
         task.add_done_callback(self._ended)
@@ -288,7 +294,7 @@ class Pulls:
             if outcome != "pulled" and not wanted.peer:
                 for ref in wanted.names:
                     self._absent.add((wanted.tenant, ref), self._clock.now_ms())
-            self._catalog.expect_no_more(wanted.tenant, wanted.names)
+            self._catalog.refs.expect_no_more(wanted.tenant, wanted.names)
             self._metrics.pulls.labels(outcome).inc()
             self._metrics.pull_seconds.observe(time.monotonic() - began_at_s)
             log.info("pull ended", extra={"outcome": outcome, "cache_ref": wanted.names[0], "peer": wanted.peer})
@@ -345,7 +351,7 @@ class Pulls:
                 missed = exc
                 continue
             if wanted.prefix is None:
-                self._catalog.expect_no_more(wanted.tenant, [ref for ref in wanted.cache_refs if ref != cache_ref])
+                self._catalog.refs.expect_no_more(wanted.tenant, [ref for ref in wanted.cache_refs if ref != cache_ref])
             return manifest
         raise missed
 
@@ -383,6 +389,7 @@ class Pulls:
             started_at_ms=started_at_ms,
             groups=ours.groups,
             tail_ref=ours.tail_ref,
+            source="object" if transfer.peer is self._store else "peer",
         )
         self._transfers[transfer.name] = transfer
         try:
@@ -390,8 +397,6 @@ class Pulls:
                 for rank in range(ours.world_size):
                     saves.create_task(self._save_rank(transfer, replace(new, rank=rank)))
         except BaseException as exc:
-            for rank in range(ours.world_size):
-                self._catalog.unmark_pulled(ours.cache_ref, rank)
             await self._catalog.abandon_save(ours.cache_ref)
             if isinstance(exc, BaseExceptionGroup):
                 raise _cause(exc) from exc
@@ -403,7 +408,6 @@ class Pulls:
     async def _save_rank(self, transfer: Transfer, new: NewSave) -> None:
         ours, source, peer = transfer.ours, transfer.source, transfer.peer
         prepared = await self._catalog.prepare_save(new)
-        self._catalog.mark_pulled(new.cache_ref, new.rank, "object" if peer is self._store else "peer")
         if prepared.missing_files:
             transfer.wanted_bytes += ours.size_bytes * len(prepared.missing_files) / len(ours.files) / ours.world_size
             there = {(file.group, file.name, file.first_token): index for index, file in enumerate(source.files)}
@@ -412,7 +416,9 @@ class Pulls:
             here = dict(zip(asked, prepared.missing_files, strict=True))
             async with aclosing(peer.block_files(source, new.rank, asked)) as files:
                 await self._take_all(transfer, new, here, files)
-        await self._catalog.seal(new.cache_ref, new.rank)
+        changed = await self._catalog.seal(new.cache_ref, new.rank)
+        if self._shared is not None and changed is not None:
+            self._shared.learn(changed)
 
     async def _take_all(
         self, transfer: Transfer, new: NewSave, here: Mapping[int, int], files: AsyncIterator[PulledFile]

@@ -7,16 +7,17 @@ bounded.
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from contextcache.names import KEPT_PREFIX
+from kv_sidecar.blocks import Blocks, Holder
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys
+from kv_sidecar.refs import Refs
 from kv_sidecar.sealed.prefixes import Beginning, PrefixIndex, beginning_of
 
 
@@ -40,6 +41,11 @@ class ManifestRecord:
         """Whether it is of plain requests: no session names it."""
         return self.session_id.startswith(KEPT_PREFIX)
 
+    @property
+    def holder(self) -> Holder:
+        """Kind of its references to blocks."""
+        return "kept" if self.is_kept else "manifest"
+
 
 def record_of(manifest: Manifest) -> ManifestRecord:
     """Return what is kept of a manifest."""
@@ -56,17 +62,13 @@ def record_of(manifest: Manifest) -> ManifestRecord:
 
 
 class ManifestIndex:
-    """Records by cache_ref and by session, and a count of holders for each block."""
+    """Records by cache_ref, the one used longest ago first, and by session. A record refers to its blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Blocks, refs: Refs) -> None:
+        self._blocks = blocks
+        self._refs = refs
         self._records: dict[CacheRef, ManifestRecord] = {}
         self._sessions: dict[tuple[TenantId, SessionId], dict[CacheRef, None]] = {}
-        self._holders: Counter[BlockKey] = Counter()
-        self._kept_holders: Counter[BlockKey] = Counter()
-        self._kept_alone: dict[BlockKey, int] = {}
-        """Blocks that only kept KV holds, each with about its bytes."""
-        self._kept_bytes: Counter[TenantId] = Counter()
-        """Of those, by tenant."""
         self.prefixes = PrefixIndex()
 
     def __len__(self) -> int:
@@ -78,14 +80,13 @@ class ManifestIndex:
 
     def add(self, record: ManifestRecord) -> None:
         """Add a record, replacing one of the same name."""
-        self.remove(record.cache_ref)
+        self._blocks.hold(record.keys, record.holder)
+        if (before := self._records.get(record.cache_ref)) is not None:
+            self._forget(before)
         self._records[record.cache_ref] = record
         self._sessions.setdefault((record.tenant, record.session_id), {})[record.cache_ref] = None
-        self._holders.update(record.keys)
-        if record.is_kept:
-            self._kept_holders.update(record.keys)
-        self._count_kept(record)
         self.prefixes.add(record.cache_ref, record.at)
+        self._refs.sealed(record.tenant, record.cache_ref)
 
     def use(self, cache_ref: CacheRef) -> None:
         """Make a record the one that was used last. Harmless when there is none."""
@@ -96,41 +97,26 @@ class ManifestIndex:
             del refs[cache_ref]
             refs[cache_ref] = None
 
-    def remove(self, cache_ref: CacheRef) -> ManifestRecord | None:
-        """Remove and return a record; its blocks lose one holder."""
-        record = self._records.pop(cache_ref, None)
-        if record is None:
-            return None
+    def remove(self, cache_ref: CacheRef) -> None:
+        """Remove a record. Harmless when there is none."""
+        record = self._records.get(cache_ref)
+        if record is not None:
+            self._forget(record)
+            self._refs.unsealed(record.tenant, cache_ref)
+
+    def _forget(self, record: ManifestRecord) -> None:
+        del self._records[record.cache_ref]
         session = (record.tenant, record.session_id)
-        del self._sessions[session][cache_ref]
+        del self._sessions[session][record.cache_ref]
         if not self._sessions[session]:
             del self._sessions[session]
-        self.prefixes.remove(cache_ref, record.at)
-        for key in record.keys:
-            _take_one(self._holders, key)
-            if record.is_kept:
-                _take_one(self._kept_holders, key)
-        self._count_kept(record)
+        self.prefixes.remove(record.cache_ref, record.at)
+        self._blocks.let_go(record.keys, record.holder)
+
+    def move_expiry(self, cache_ref: CacheRef, expires_at_ms: int) -> ManifestRecord:
+        """Change the expiry of a record; return the new one."""
+        record = self._records[cache_ref] = replace(self._records[cache_ref], expires_at_ms=expires_at_ms)
         return record
-
-    def kept_bytes(self, tenant: TenantId) -> int:
-        """Return about how many bytes of a tenant only kept KV holds."""
-        return self._kept_bytes[tenant]
-
-    def _count_kept(self, record: ManifestRecord) -> None:
-        """Note which of a record's blocks are held by kept KV alone, now that it has come or gone."""
-        each_bytes = record.size_bytes // max(len(record.keys), 1)
-        for key in record.keys:
-            is_alone = 0 < self._holders[key] == self._kept_holders[key]
-            if is_alone and key not in self._kept_alone:
-                self._kept_alone[key] = each_bytes
-                self._kept_bytes[record.tenant] += each_bytes
-            elif not is_alone and key in self._kept_alone:
-                self._kept_bytes[record.tenant] -= self._kept_alone.pop(key)
-
-    def move_expiry(self, cache_ref: CacheRef, expires_at_ms: int) -> None:
-        """Change when a record expires."""
-        self._records[cache_ref] = replace(self._records[cache_ref], expires_at_ms=expires_at_ms)
 
     def of_session(self, tenant: TenantId, session_id: SessionId) -> list[ManifestRecord]:
         """Return a session's records, or a group's, the one used longest ago first."""
@@ -153,23 +139,9 @@ class ManifestIndex:
         """Return all records, the one used longest ago first."""
         return list(self._records.values())
 
-    def num_holders(self, key: BlockKey) -> int:
-        """Return how many manifests hold the block."""
-        return self._holders[key]
-
-    def is_held(self, key: BlockKey) -> bool:
-        """Return whether any manifest holds the block."""
-        return key in self._holders
-
     def holders(self, key: BlockKey) -> list[ManifestRecord]:
         """Return the records that hold a block; looks at all of them, for the rare corrupt block."""
         return [record for record in self._records.values() if key in record.keys]
-
-
-def _take_one(counts: Counter[BlockKey], key: BlockKey) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
 
 
 Name = TypeVar("Name", bound=Hashable)
@@ -223,42 +195,3 @@ class RecentNames(Generic[Name]):
             if now_ms - added_at_ms < self._keep_ms:
                 break
             del self._added[name]
-
-
-class Announcements:
-    """Waiters by name. Past `max_waiters` nobody waits: the answer is then "not yet" at once."""
-
-    def __init__(self, *, max_waiters: int) -> None:
-        self._max_waiters = max_waiters
-        self._num_waiters = 0
-        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
-
-    def announce(self, name: str) -> None:
-        """Wake everyone who waits for the name now."""
-        for waiter in self._waiters.pop(name, ()):
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def wait(self, name: str, *, timeout_s: float) -> bool:
-        """Return True once the name is announced, False after `timeout_s` or when too many wait already."""
-        if timeout_s <= 0 or self._num_waiters >= self._max_waiters:
-            return False
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(name, set()).add(waiter)
-        self._num_waiters += 1
-        try:
-            async with asyncio.timeout(timeout_s):
-                await waiter
-        except TimeoutError:
-            return False
-        finally:
-            self._num_waiters -= 1
-            self._leave(name, waiter)
-        return True
-
-    def _leave(self, name: str, waiter: asyncio.Future[None]) -> None:
-        waiters = self._waiters.get(name)
-        if waiters is not None:
-            waiters.discard(waiter)
-            if not waiters:
-                del self._waiters[name]

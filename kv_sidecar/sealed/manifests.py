@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from contextcache.errors import CorruptBlock
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from contextcache.names import CACHE_REF_PATTERN
+from kv_sidecar.blocks import Blocks
 from kv_sidecar.format.ids import TOKEN_BYTES, BlockKey, fan_out
 from kv_sidecar.format.manifest import decode_manifest, encode_manifest
 from kv_sidecar.format.safetensors_header import HEAD_BYTES, tensor_start
+from kv_sidecar.refs import Refs
 from kv_sidecar.sealed.index import ManifestIndex, ManifestRecord, record_of
 from kv_sidecar.sealed.prefixes import Prompt, common
 from kv_sidecar.tiers.data_directory import DataDirectory, reading
@@ -35,10 +37,10 @@ SWEPT_AT_ONCE = 100
 class SealedManifests:
     """A record is in `index` only while its file is on disk; the file goes first."""
 
-    def __init__(self, store: ManifestStore, threads: IoThreads) -> None:
+    def __init__(self, store: ManifestStore, threads: IoThreads, blocks: Blocks, refs: Refs) -> None:
         self._store = store
         self._threads = threads
-        self.index = ManifestIndex()
+        self.index = ManifestIndex(blocks, refs)
         self._read_last: dict[CacheRef, tuple[ManifestRecord, Manifest]] = {}
         """Those read or written last, oldest first, each with its record then: one that changed is another."""
         self._lock = asyncio.Lock()
@@ -107,14 +109,16 @@ class SealedManifests:
             self._remember(record, manifest)
             return record
 
-    async def move_expiry(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int, *, now_ms: int) -> int:
-        """Give a session's unexpired manifests a new expiry, in file and index; return how many."""
+    async def move_expiry(
+        self, tenant: TenantId, session_id: SessionId, expires_at_ms: int, *, now_ms: int
+    ) -> list[ManifestRecord]:
+        """Give a session's unexpired manifests a new expiry, in file and index; return them."""
         async with self._lock:
-            records = [r for r in self.index.of_session(tenant, session_id) if r.expires_at_ms > now_ms]
-            moved = [await self._threads.write(self._rewrite, record, expires_at_ms) for record in records]
-            for record in records:
+            return [
                 self.index.move_expiry(record.cache_ref, expires_at_ms)
-            return sum(moved)
+                for record in self.index.of_session(tenant, session_id)
+                if record.expires_at_ms > now_ms and await self._threads.write(self._rewrite, record, expires_at_ms)
+            ]
 
     async def extend(self, record: ManifestRecord, expires_at_ms: int) -> None:
         """Give one manifest a later expiry, unless it is another by now."""
@@ -124,33 +128,38 @@ class SealedManifests:
             ):
                 self.index.move_expiry(record.cache_ref, expires_at_ms)
 
-    async def remove(self, select: Callable[[], list[ManifestRecord]]) -> list[ManifestRecord]:
-        """Remove for good what `select` returns once nothing else changes manifests; return it.
+    async def remove(
+        self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]
+    ) -> list[ManifestRecord]:
+        """Remove the manifests of a session ("" for none) and of `cache_refs` for good; return them.
 
         Raises OSError when a file cannot be removed, and then nothing is forgotten.
         """
         async with self._lock:
-            records = select()
+            found = [*self.index.of_refs(tenant, cache_refs), *self.index.of_session(tenant, session_id)]
+            records = list(dict.fromkeys(found))
             await self._threads.write(self._delete_files, records)
             self._forget(records)
             return records
 
-    async def lose(self, select: Callable[[], list[ManifestRecord]]) -> list[ManifestRecord]:
-        """As `remove`, for what cannot be served: forgotten although its file cannot be removed."""
+    async def lose(self, doomed: Sequence[ManifestRecord]) -> list[ManifestRecord]:
+        """Remove and return those that have not changed: they cannot be served.
+
+        A record is forgotten even if its file cannot be removed.
+        """
         async with self._lock:
-            records = select()
+            records = [record for record in doomed if self.index.get(record.cache_ref) == record]
             await self._threads.write(self._delete_each, records)
             self._forget(records)
             return records
 
-    async def sweep(self, select: Callable[[], list[ManifestRecord]]) -> list[ManifestRecord]:
-        """As `remove`, for what nobody waits for: what cannot be removed stays, and is not returned.
+    async def sweep(self, doomed: Sequence[ManifestRecord]) -> list[ManifestRecord]:
+        """Remove and return those that have not changed, `SWEPT_AT_ONCE` at a time: no call waits for them.
 
-        Some at a time; what is changed in between stays too.
+        A record whose file cannot be removed stays, and is not returned.
         """
-        async with self._lock:
-            # Those of one directory together, which is then synced once.
-            selected = sorted(select(), key=lambda record: fan_out(record.cache_ref))
+        # Files of one directory together: its sync then serves all of them.
+        selected = sorted(doomed, key=lambda record: fan_out(record.cache_ref))
         swept: list[ManifestRecord] = []
         for first in range(0, len(selected), SWEPT_AT_ONCE):
             async with self._lock:

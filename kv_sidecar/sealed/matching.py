@@ -17,11 +17,11 @@ from contextcache.errors import InvalidRequest, SidecarUnavailable
 from contextcache.model import CacheRef, SessionId, TenantId
 from contextcache.names import check_tenant
 from kv_sidecar.format.ids import TOKEN_BYTES, check_fingerprint_text
-from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.sealed.index import ManifestRecord, RecentNames
+from kv_sidecar.refs import Refs
+from kv_sidecar.runtime import Runtime
+from kv_sidecar.sealed.index import ManifestRecord
 from kv_sidecar.sealed.manifests import SealedManifests
 from kv_sidecar.sealed.prefixes import Found, Prompt, prompt_of
-from kv_sidecar.tiers.store import IoThreads
 
 Answer = TypeVar("Answer")
 
@@ -96,24 +96,18 @@ class PrefixMatches:
     def __init__(
         self,
         manifests: SealedManifests,
-        threads: IoThreads,
+        refs: Refs,
+        runtime: Runtime,
         *,
-        clock: Clock,
-        metrics: SidecarMetrics,
-        max_names: int,
         lose: Callable[[ManifestRecord], Awaitable[None]],
     ) -> None:
         """`lose` forgets a context with a damaged or missing manifest."""
         self._manifests = manifests
-        self._threads = threads
+        self._refs = refs
+        self._threads = runtime.threads
+        self._clock = runtime.clock
+        self._metrics = runtime.metrics
         self._lose = lose
-        self._clock = clock
-        self._metrics = metrics
-        self._named: RecentNames[CacheRef] = RecentNames(keep_ms=STAYS_MS, max_names=max_names)
-
-    def is_named(self, record: ManifestRecord) -> bool:
-        """Return whether somebody was told of this KV not long ago."""
-        return self._named.added_at_ms(record.cache_ref, self._clock.now_ms()) is not None
 
     async def find(self, question: PrefixQuestion) -> Sequence[Found]:
         """Return what begins most like the prompt, the longest first; none when too little does.
@@ -131,7 +125,7 @@ class PrefixMatches:
         )
         best = await self._readable(question, prompt)
         for one in best:
-            self._named.add(one.cache_ref, self._clock.now_ms())
+            self._refs.name(question.tenant, one.cache_ref, for_ms=STAYS_MS)
         self._metrics.prefix_matches.labels("some" if best else "none").inc()
         return best
 

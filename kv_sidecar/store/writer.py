@@ -30,7 +30,7 @@ from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.crash_points import AFTER_STORED_BLOCKS
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import encode_manifest
-from kv_sidecar.keeping import GROUP_MAX
+from kv_sidecar.retention import GROUP_MAX, Changed
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.index import ManifestRecord, RecentNames
 from kv_sidecar.store.encryption import StoreKeys, TenantKey
@@ -152,9 +152,13 @@ class SharedTier:
             self._metrics.store_writes.labels("queue_full").inc()
         self._wake()
 
-    def replace(self, records: Iterable[ManifestRecord]) -> None:
-        """Remove replaced kept KV from the store once the rest of its group is there."""
-        for record in records:
+    def learn(self, changed: Changed) -> None:
+        """Queue the manifests that a call of the catalog changed; replaced kept KV leaves once the rest is there."""
+        for record in changed.sealed:
+            self.write_soon(record)
+        for record in changed.touched:
+            self.write_soon(record, again=True)
+        for record in changed.replaced:
             self._kept.pop(record.cache_ref, None)
             self._replaced.add(record.cache_ref, self._clock.now_ms())
             self._tidy_soon((record.tenant, record.session_id))

@@ -19,7 +19,12 @@ from tests.kit.faults import arena, files
 from tests.kit.faults.clock_shift import Interposed
 from tests.kit.faults.disk import limit_file_size, small_disk
 from tests.kit.faults.proxy import Proxy
-from tests.kit.kv_blocks import BLOCK_TOKENS, block_file_bytes, open_block_file
+from tests.kit.kv_blocks import (
+    BLOCK_TOKENS,
+    block_file_bytes,
+    open_block_file,
+    planned,
+)
 from tests.kit.sidecar_process import SidecarProcess
 from tests.kit.until import wait_until
 
@@ -286,7 +291,7 @@ def test_memory_that_is_dropped_is_empty_and_is_filled_again(sidecar, rank):
 @pytest.mark.parametrize("name", arena.FAULTS)
 def test_every_fault_of_a_slot_spoils_the_copy_and_leaves_the_file_alone(sidecar, rank, name):
     new, other = (rank.save((number, number + 1)) for number in (3, 5))
-    manifest, others = (one.manifest(block_tokens=BLOCK_TOKENS) for one in (new, other))
+    manifest, others = (planned(one, block_tokens=BLOCK_TOKENS) for one in (new, other))
     with arena.Onlooker(sidecar.address) as seen, seen.copies(manifest) as mine, seen.copies(others) as theirs:
         ((key, copy),), (other_copy,) = mine.items(), theirs.values()
         (path,) = (path for path in sidecar.block_files() if path.name == key.file_name)

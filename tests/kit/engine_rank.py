@@ -14,7 +14,14 @@ from contextcache.wire.messages import message_of
 from kv_sidecar.client import EngineSidecarClient, open_arena, pack_token_ids, parse_block_file
 from kv_sidecar.format.manifest import block_meta, num_files
 from kv_sidecar.saves import NewSave
-from tests.kit.kv_blocks import FINGERPRINT, PAGE_BYTES, block_file_bytes, fill_of, new_save
+from tests.kit.kv_blocks import (
+    FINGERPRINT,
+    PAGE_BYTES,
+    block_file_bytes,
+    fill_of,
+    new_save,
+    planned,
+)
 
 FRAME_BYTES = 100
 """Far below the 1 MiB of the contract, so that small blocks have many frames."""
@@ -52,7 +59,7 @@ class EngineRank:
         assert self.client.seal(new.cache_ref, new.rank, 60)
 
     def requests(self, new: NewSave, wanted: list[int]) -> Iterator[pb.SaveBlocksRequest]:
-        manifest = new.manifest(block_tokens=self.terms.block_tokens)
+        manifest = planned(new, block_tokens=self.terms.block_tokens)
         for index in wanted:
             meta = block_meta(manifest, index, new.rank)
             place = {"cache_ref": new.cache_ref, "rank": new.rank, "block_index": index}

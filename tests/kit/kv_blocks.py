@@ -19,8 +19,7 @@ from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_meta, num_files
 from kv_sidecar.moving.pulling import ConnectPeer
 from kv_sidecar.orphans import ManagerQuestions
-from kv_sidecar.saves import NewSave
-from kv_sidecar.saving import PreparedSave
+from kv_sidecar.saves import MoreTokens, NewSave, PreparedSave, Save
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.tiers.data_directory import DataDirectory, Step
@@ -85,6 +84,15 @@ def new_save(
     )
 
 
+def planned(new: NewSave, *, block_tokens: int) -> Manifest:
+    """Return the manifest to be, without sizes and checksums."""
+    new = new.checked(block_tokens=block_tokens)
+    save = Save(new, 0, new.expires_at_ms)
+    first = MoreTokens(new.tenant, new.cache_ref, new.rank, 0, new.token_ids, new.early)
+    save.grow(first, save.new_files(first))
+    return save.manifest()
+
+
 class SidecarUnderTest:
     """A Sidecar over a directory with a ManualClock; an async context manager."""
 
@@ -140,7 +148,7 @@ class SidecarUnderTest:
         await self.sidecar.close()
 
     def plan(self, new: NewSave) -> Manifest:
-        return new.manifest(block_tokens=self.settings.block_tokens)
+        return planned(new, block_tokens=self.settings.block_tokens)
 
     async def send(self, new: NewSave, block_index: int, *, fill: int | None = None) -> int:
         """Write one block file and hand it over, in a slot when there is an arena."""
@@ -167,7 +175,7 @@ class SidecarUnderTest:
         """Save a context of one rank and seal it."""
         new = new_save(token_ids, now_ms=self.clock.now_ms(), **fields)  # type: ignore[arg-type]  # fields of new_save
         await self.send_all(new)
-        assert await self.catalog.seal(new.cache_ref, new.rank)
+        assert await self.sidecar.seal(new.cache_ref, new.rank)
         return new
 
     async def load(self, new: NewSave, *, in_slots: bool | None = None) -> list[str]:

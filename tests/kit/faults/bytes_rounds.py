@@ -17,6 +17,7 @@ from kv_sidecar.saves import NewSave
 from tests.kit.faults.bytes_count import Count, count_quiet
 from tests.kit.faults.bytes_world import BLOCK_TOKENS, BytesWorld, Part, Player, Pod
 from tests.kit.faults.files import StoredFiles, flip_data_bit
+from tests.kit.kv_blocks import planned
 
 PLAYERS = 4
 CALLS = 30
@@ -88,7 +89,7 @@ async def _read_damaged(world: BytesWorld, pod: Pod, point: str, *, seed: str) -
     new = await Player(world, seed).save_orphan(pod)
     kind = point.split(".")[1]
     files = StoredFiles(pod.data)
-    manifest = new.manifest(block_tokens=BLOCK_TOKENS)
+    manifest = planned(new, block_tokens=BLOCK_TOKENS)
     if kind == "manifest":
         path = files.manifest_of(new.cache_ref)
     else:

@@ -25,7 +25,8 @@ from contextcache.names import new_cache_ref
 from kv_sidecar.format.block_file import parse_block_file
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, block_key, rank_keys
-from kv_sidecar.reclaim import Removed
+from kv_sidecar.refs import Refs
+from kv_sidecar.retention import Removed
 from kv_sidecar.saves import FailedSave, NewSave
 from kv_sidecar.sealed.manifests import ManifestStore, SealedManifests
 from kv_sidecar.tiers import tiers
@@ -94,7 +95,7 @@ async def test_another_tenant_deletes_and_refuses_nothing(kv: SidecarUnderTest, 
     assert await kv.load(new)
     await kv.send_all(later)
     assert await kv.catalog.delete("other", SESSION, [later.cache_ref]) == Removed(0, 0)
-    assert await kv.catalog.seal(later.cache_ref, 0)
+    assert await kv.sidecar.seal(later.cache_ref, 0)
 
 
 @pytest.mark.parametrize("by_session", [True, False])
@@ -107,7 +108,7 @@ async def test_a_delete_ends_a_save_in_flight_and_refuses_a_late_one(
 
     assert kv.block_files() == set()
     with pytest.raises(ContextDeleted):
-        await kv.catalog.seal(new.cache_ref, 0)
+        await kv.sidecar.seal(new.cache_ref, 0)
     with pytest.raises(ContextDeleted):
         await kv.send(new, 0)
     with pytest.raises(ContextDeleted):
@@ -134,7 +135,7 @@ async def test_a_delete_in_the_middle_of_a_seal_wins(kv: SidecarUnderTest, clock
     for pause in range(4):
         new = new_save(PROMPT, now_ms=clock.now_ms())
         await kv.send_all(new)
-        sealing = asyncio.create_task(kv.catalog.seal(new.cache_ref, 0))
+        sealing = asyncio.create_task(kv.sidecar.seal(new.cache_ref, 0))
         for _ in range(pause):
             await asyncio.sleep(0)
         await kv.catalog.delete(TENANT, "", [new.cache_ref])
@@ -151,7 +152,7 @@ async def test_a_save_that_is_deleted_while_its_seal_waits_is_not_said_to_be_sea
     new = new_save(PROMPT, now_ms=clock.now_ms())
     await kv.send_all(new)
     async with kv.catalog._manifests._lock:
-        sealing = asyncio.create_task(kv.catalog.seal(new.cache_ref, 0))
+        sealing = asyncio.create_task(kv.sidecar.seal(new.cache_ref, 0))
         await asyncio.sleep(0)
         deleting = asyncio.create_task(kv.catalog.delete(TENANT, "", [new.cache_ref]))
         for _ in range(10):
@@ -219,7 +220,7 @@ async def test_one_pass_collects_the_expired_and_keeps_what_others_hold(
     clock.advance(ms=TTL_MS // 2)
     second = await kv.save(OTHER_END, session_id="ctx_2")
     clock.advance(ms=TTL_MS // 2)
-    removed = await kv.catalog.collect()
+    removed = (await kv.catalog.collect()).removed
 
     assert removed.num_manifests == 1
     assert removed.freed_bytes > 0
@@ -232,8 +233,8 @@ async def test_touch_moves_the_expiry_for_good(kv: SidecarUnderTest, clock: Manu
     new = await kv.save(PROMPT)
     until_ms = clock.now_ms() + 3 * TTL_MS
 
-    assert await kv.catalog.touch(TENANT, SESSION, until_ms) == 1
-    assert await kv.catalog.touch("other", SESSION, 1) == 0
+    assert await kv.sidecar.touch(TENANT, SESSION, until_ms) == 1
+    assert await kv.sidecar.touch("other", SESSION, 1) == 0
     await kv.sidecar.close()
     clock.advance(ms=2 * TTL_MS)
     async with SidecarUnderTest(tmp_path, clock=clock, slots=False) as again:
@@ -246,13 +247,13 @@ async def test_touch_reaches_a_save_on_its_way_and_not_what_has_expired(
 ) -> None:
     new = new_save(PROMPT, now_ms=clock.now_ms())
     await kv.send_all(new)
-    assert await kv.catalog.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS) == 0
-    await kv.catalog.seal(new.cache_ref, 0)
+    assert await kv.sidecar.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS) == 0
+    await kv.sidecar.seal(new.cache_ref, 0)
     clock.advance(ms=TTL_MS)
     assert await kv.load(new)
     clock.advance(ms=TTL_MS)
 
-    assert await kv.catalog.touch(TENANT, SESSION, clock.now_ms() + TTL_MS) == 0
+    assert await kv.sidecar.touch(TENANT, SESSION, clock.now_ms() + TTL_MS) == 0
     with pytest.raises(CacheRefNotFound):
         await kv.catalog.open(TENANT, new.cache_ref)
 
@@ -263,7 +264,7 @@ async def test_a_touch_that_meets_a_delete_does_not_bring_the_context_back(
     await kv.save(PROMPT)
     await asyncio.gather(
         kv.catalog.delete(TENANT, SESSION, []),
-        kv.catalog.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS),
+        kv.sidecar.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS),
         kv.catalog.delete(TENANT, SESSION, []),
     )
 
@@ -289,7 +290,7 @@ async def test_a_load_reads_the_manifest_that_its_question_was_answered_from_onc
         assert await kv.catalog.open(TENANT, new.cache_ref) == await kv.catalog.open(TENANT, new.cache_ref, again=True)
     assert num_reads == 2
     until_ms = clock.now_ms() + 2 * TTL_MS
-    await kv.catalog.touch(TENANT, "ctx_1", until_ms)
+    await kv.sidecar.touch(TENANT, "ctx_1", until_ms)
     await kv.catalog.delete(TENANT, "ctx_2", [])
 
     assert (await kv.catalog.open(TENANT, news[0].cache_ref, again=True)).expires_at_ms == until_ms
@@ -357,7 +358,7 @@ async def test_a_spoilt_block_is_put_aside_and_its_contexts_are_missed(
         assert await kv.load(alone)
         again = new_save(PROMPT, now_ms=clock.now_ms())
         assert (await kv.send_all(again)).missing_files == (0, 1, 2)
-        await kv.catalog.seal(again.cache_ref, 0)
+        await kv.sidecar.seal(again.cache_ref, 0)
         assert await kv.load(again)
 
 
@@ -397,14 +398,14 @@ async def spare_at_hold_deadline(kv: SidecarUnderTest, clock: ManualClock, new: 
 
 
 async def spare_what_went_ahead(kv: SidecarUnderTest, clock: ManualClock, new: NewSave) -> None:
-    await kv.send_all(replace(new, early=True))
+    await kv.send_all(replace(new, early=True, token_ids=new.token_ids[:8]))
     clock.advance(ms=kv.settings.limits().save_deadline_ms + 1000)
     await kv.catalog.collect()
 
 
 async def spare_what_misses_a_file(kv: SidecarUnderTest, clock: ManualClock, new: NewSave) -> None:
     await kv.send_all(new)
-    await kv.catalog.seal(new.cache_ref, 0)
+    await kv.sidecar.seal(new.cache_ref, 0)
     await kv.sidecar.tiers.put_aside(block_key(kv.plan(new), 2, 0))
     with pytest.raises(CacheRefNotFound):
         await kv.load(new)
@@ -459,7 +460,8 @@ async def test_a_start_holds_the_tokens_of_one_context_at_a_time(kv: SidecarUnde
         held.append(num_held(refs) - before)
         return True
 
-    rebuilt = SealedManifests(ManifestStore(kv.sidecar.directory), kv.sidecar.threads)
+    refs = Refs(kv.clock, kv.settings.limits())
+    rebuilt = SealedManifests(ManifestStore(kv.sidecar.directory), kv.sidecar.threads, kv.sidecar.blocks, refs)
     await rebuilt.rebuild(is_stored=is_stored, vouch=lambda _manifest: None, now_ms=kv.clock.now_ms())
 
     assert len(rebuilt.index) == 5

@@ -28,7 +28,12 @@ from kv_sidecar.format.manifest import (
     num_files,
     rank_keys,
 )
-from tests.kit.kv_blocks import FINGERPRINT, TENANT, new_save
+from tests.kit.kv_blocks import (
+    FINGERPRINT,
+    TENANT,
+    new_save,
+    planned,
+)
 from tests.kit.kv_groups import digest_of, one_group, some_contexts
 
 REF = "ref_" + "1" * 32
@@ -42,7 +47,7 @@ Piece = tuple[str, int, int]
 
 def manifest_of(token_ids: tuple[int, ...], groups: tuple[KVGroup, ...], *, world_size: int = 1) -> Manifest:
     new = new_save(token_ids, now_ms=1, cache_ref=REF, world_size=world_size, groups=groups)
-    return new.manifest(block_tokens=1)
+    return planned(new, block_tokens=1)
 
 
 def pieces_of(num_tokens: int, *groups: KVGroup) -> list[Piece]:
@@ -280,7 +285,7 @@ def test_blocks_smaller_than_the_least_are_refused(group: KVGroup) -> None:
     with pytest.raises(InvalidRequest):
         check_groups((group,), 10, block_tokens_min=5)
     with pytest.raises(InvalidRequest):
-        new_save(tuple(range(10)), now_ms=1, groups=(group,)).manifest(block_tokens=5)
+        planned(new_save(tuple(range(10)), now_ms=1, groups=(group,)), block_tokens=5)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import ContextDeleted, InvalidRequest, SaveIncomplete
 from contextcache.model import CacheRef
 from contextcache.names import new_cache_ref
+from kv_sidecar.format import ids, manifest
 from kv_sidecar.saves import FailedSave, MoreTokens, NewSave
 from tests.kit.kv_blocks import SESSION, TENANT, SidecarUnderTest, new_save
 
@@ -41,7 +42,7 @@ async def test_a_save_brings_only_what_did_not_go_ahead(kv: SidecarUnderTest) ->
     rest = await kv.send_all(whole(kv, ref))
 
     assert [it.missing_files for it in (first, second, rest)] == [(0, 1), (2, 3), (4,)]
-    assert await kv.catalog.seal(ref, 0)
+    assert await kv.sidecar.seal(ref, 0)
     assert await kv.load(whole(kv, ref)) == ["host"] * 5
     assert kv.counted("saves_total") == 1
 
@@ -52,7 +53,7 @@ async def test_what_went_ahead_cannot_be_sealed(kv: SidecarUnderTest) -> None:
     await kv.send_all(ahead(kv, 8, ref))
 
     with pytest.raises(SaveIncomplete):
-        await kv.catalog.seal(ref, 0)
+        await kv.sidecar.seal(ref, 0)
     assert kv.manifest_files() == set()
 
 
@@ -78,7 +79,7 @@ async def test_what_waits_too_long_for_its_save_goes_and_the_save_comes_all_the_
     assert kv.block_files() == set()
 
     await kv.send_all(whole(kv, ref, started_at_ms=7))
-    assert await kv.catalog.seal(ref, 0)
+    assert await kv.sidecar.seal(ref, 0)
 
 
 async def test_what_waited_too_long_for_its_save_is_not_sent_again(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ async def test_what_waited_too_long_for_its_save_is_not_sent_again(tmp_path: Pat
         await kv.catalog.collect()
 
         assert (await kv.send_all(whole(kv, ref))).missing_files == (4,)
-        assert await kv.catalog.seal(ref, 0)
+        assert await kv.sidecar.seal(ref, 0)
 
 
 async def test_a_save_has_all_its_time_however_long_what_went_ahead_has_waited(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ async def test_a_save_has_all_its_time_however_long_what_went_ahead_has_waited(t
         for block_index in prepared.missing_files:
             await kv.send(whole(kv, ref), block_index)
 
-        assert await kv.catalog.seal(ref, 0)
+        assert await kv.sidecar.seal(ref, 0)
 
 
 async def test_the_collector_leaves_what_went_ahead_alone(kv: SidecarUnderTest) -> None:
@@ -125,11 +126,11 @@ async def test_two_ranks_go_ahead_at_their_own_pace(kv: SidecarUnderTest) -> Non
     await kv.send_all(whole(kv, ref, rank=0, world_size=2))
     late = await kv.send_all(ahead(kv, 12, ref, rank=1, world_size=2))
     assert late.missing_files == (2,)
-    assert not await kv.catalog.seal(ref, 0)
+    assert not await kv.sidecar.seal(ref, 0)
     rest = await kv.send_all(whole(kv, ref, rank=1, world_size=2))
 
     assert rest.missing_files == (3, 4)
-    assert await kv.catalog.seal(ref, 1)
+    assert await kv.sidecar.seal(ref, 1)
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -167,7 +168,7 @@ async def test_a_save_goes_on_with_new_tokens_alone(kv: SidecarUnderTest) -> Non
         await kv.send(whole(kv, ref), block_index)
 
     assert (second.missing_files, last.missing_files) == ((2, 3), (4,))
-    assert await kv.catalog.seal(ref, 0)
+    assert await kv.sidecar.seal(ref, 0)
     assert await kv.load(whole(kv, ref)) == ["host"] * 5
 
 
@@ -177,3 +178,34 @@ async def test_a_save_that_ended_must_be_opened_again(kv: SidecarUnderTest) -> N
     for wrong in (more(ref, 12, 16), more(new_cache_ref(), 8, 16), more(ref, 8, 16, rank=1)):
         with pytest.raises(SaveIncomplete):
             await kv.catalog.extend_save(wrong)
+
+
+async def test_each_token_of_a_growing_save_is_sent_and_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing: each step named all tokens again, and 131 072 tokens at 2 048 a step were hashed 31 times."""
+    num_tokens, step, ref = 131_072, 2_048, new_cache_ref()
+    token_ids, sent, hashed = tuple(range(num_tokens + 3)), 0, 0
+
+    def chain(fingerprint: str, tenant: str, packed: bytes, **fields: object) -> tuple[str, ...]:
+        nonlocal hashed
+        hashed += len(packed) // ids.TOKEN_BYTES
+        return ids.chain_packed(fingerprint, tenant, packed, **fields)  # type: ignore[arg-type]  # passed on
+
+    monkeypatch.setattr(manifest, "chain_packed", chain)
+    async with SidecarUnderTest(tmp_path, block_tokens=256) as kv:
+        new = new_save(token_ids[:step], now_ms=kv.clock.now_ms(), cache_ref=ref)
+        first = await kv.catalog.prepare_save(replace(new, early=True))
+        sent += step
+        missing = [first.missing_files]
+        for start in range(step, num_tokens, step):
+            more = MoreTokens(TENANT, ref, 0, start, token_ids[start : start + step], early=True)
+            sent += len(more.token_ids)
+            missing.append((await kv.catalog.extend_save(more)).missing_files)
+        rest = MoreTokens(TENANT, ref, 0, num_tokens, token_ids[num_tokens:], early=False)
+        last = await kv.catalog.extend_save(rest)
+
+    assert [index for files in missing for index in files] == list(range(num_tokens // 256))
+    assert last.missing_files == tuple(range(num_tokens // 256 + 1))
+    assert sent == num_tokens
+    assert hashed == num_tokens + 3

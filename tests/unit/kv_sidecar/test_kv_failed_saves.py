@@ -13,7 +13,7 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextDeleted, InvalidRequest
 from contextcache.names import new_cache_ref
-from kv_sidecar.saves import FailedSave, FailedSaves, counted_reason
+from kv_sidecar.saves import FailedSave, counted_reason
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))
@@ -50,7 +50,7 @@ async def test_one_rank_that_gives_up_ends_the_save_in_any_order(kv: SidecarUnde
         rank = replace(new, rank=int(name[-1]))
         try:
             await kv.send_all(rank)
-            await kv.catalog.seal(new.cache_ref, rank.rank)
+            await kv.sidecar.seal(new.cache_ref, rank.rank)
         except ContextDeleted as exc:
             # As the connector does with whatever ends a save.
             await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, exc.code, 7))
@@ -68,7 +68,7 @@ async def test_another_attempt_under_the_same_name_is_welcome(kv: SidecarUnderTe
     await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "queue_full", 7))
     await kv.send_all(new)
     await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "queue_full", 7))
-    await kv.catalog.seal(new.cache_ref, 0)
+    await kv.sidecar.seal(new.cache_ref, 0)
     await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "queue_full", 8))
 
     assert await kv.load(new) == ["host"] * 3
@@ -90,15 +90,6 @@ async def test_what_is_no_failure_is_refused(kv: SidecarUnderTest, failed: Faile
         await kv.catalog.give_up_save(failed)
 
 
-def test_failures_are_bounded_by_count_and_age() -> None:
-    saves, refs = FailedSaves(keep_ms=10, max_names=2), [new_cache_ref() for _ in range(3)]
-    for ref in refs:
-        saves.add(FailedSave(TENANT, ref, "queue_full"), 0)
-
-    assert [saves.get(ref, 9) is not None for ref in refs] == [False, True, True]
-    assert [saves.get(ref, 10) for ref in refs] == [None, None, None]
-
-
 def test_the_words_of_a_later_release_are_one_label() -> None:
     assert [counted_reason(reason) for reason in ("staging_full", "storage_full", "brand_new")] == [
         "staging_full",
@@ -116,7 +107,7 @@ async def test_a_failure_outlives_no_seal(kv: SidecarUnderTest, tmp_path: Path) 
     await kv.catalog.collect()
     late = kv.catalog.save_failure(TENANT, new.cache_ref)
     await kv.send_all(replace(new, started_at_ms=9))
-    await kv.catalog.seal(new.cache_ref, 0)
+    await kv.sidecar.seal(new.cache_ref, 0)
 
     assert late == "save_deadline"
     assert kv.catalog.save_failure(TENANT, new.cache_ref) == ""

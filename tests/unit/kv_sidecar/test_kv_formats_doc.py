@@ -10,7 +10,7 @@ import pytest
 
 from contextcache.model import KVGroup
 from contextcache.names import new_cache_ref
-from kv_sidecar.forking import NewFork
+from kv_sidecar.catalog import ForkTerms
 from kv_sidecar.format.block_file import FORMAT as BLOCK_FORMAT
 from kv_sidecar.format.manifest import FORMAT as MANIFEST_FORMAT
 from kv_sidecar.format.manifest import FORMAT_FORK, block_key, block_meta
@@ -22,6 +22,7 @@ from tests.kit.kv_blocks import (
     block_file_bytes,
     fill_of,
     new_save,
+    planned,
 )
 
 DOCUMENT = Path(__file__).parents[3] / "docs/project/formats.md"
@@ -73,8 +74,8 @@ async def test_the_printed_reader_reads_a_fork(tmp_path: Path, reader: dict[str,
     """Seen to fail with the reader of format 2: it says so, and looks for no tails."""
     async with SidecarUnderTest(tmp_path) as kv:
         new = await kv.save(tuple(range(18)), groups=groups)
-        fork = NewFork(new.tenant, "ctx_fork", new_cache_ref(), (new.cache_ref,), new.expires_at_ms)
-        await kv.catalog.fork(fork)
+        fork = ForkTerms(new.tenant, "ctx_fork", new_cache_ref(), (new.cache_ref,), new.expires_at_ms)
+        await kv.sidecar.fork(fork)
         await kv.catalog.delete(new.tenant, new.session_id, ())
         plan = kv.plan(new)
     files = list(reader["read_pages"](tmp_path / "data", fork.cache_ref))
@@ -88,7 +89,7 @@ def test_the_page_s_example_of_a_window_has_the_files_that_it_says() -> None:
     example = "has one block, tokens 0 to 255. It has three tails: 256 to 299, 900 to 1023 and 1024 to 1099"
     assert example in " ".join(DOCUMENT.read_text().split())
     group = KVGroup("sliding_window", 256, ((0, 300), (900, 1100)), 128, "b0" * 8)
-    files = new_save(tuple(range(1100)), now_ms=1, groups=(group,)).manifest(block_tokens=256).files
+    files = planned(new_save(tuple(range(1100)), now_ms=1, groups=(group,)), block_tokens=256).files
 
     assert [(file.kind, file.first_token, file.end_token) for file in files] == [
         ("block", 0, 256),
@@ -121,7 +122,7 @@ async def test_the_printed_reader_notices_bytes_the_manifest_does_not_vouch_for(
                 tuple(range(10)), now_ms=kv.clock.now_ms(), cache_ref="ref_" + "1" * 32, rank=saved, world_size=2
             )
             await kv.send_all(new)
-            await kv.catalog.seal(new.cache_ref, saved)
+            await kv.sidecar.seal(new.cache_ref, saved)
         plan = kv.plan(new)
         path = kv.path_of(block_key(plan, 1, rank))
     assert len(list(reader["read_pages"](tmp_path / "data", new.cache_ref, rank))) == 3

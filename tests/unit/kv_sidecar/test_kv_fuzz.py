@@ -36,15 +36,15 @@ from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, en
 from kv_sidecar.moving.frames import FrameAssembly
 from kv_sidecar.sealed.index import record_of
 from kv_sidecar.sealed.prefixes import PrefixIndex
-from tests.kit.kv_blocks import block_file_bytes, block_meta_of, new_save
+from tests.kit.kv_blocks import block_file_bytes, block_meta_of, new_save, planned
 
-PLAN = new_save(tuple(range(10)), now_ms=1, world_size=2).manifest(block_tokens=4)
+PLAN = planned(new_save(tuple(range(10)), now_ms=1, world_size=2), block_tokens=4)
 GROUPS = (
     KVGroup("full_attention", 4, ((0, 10),), 0, "a0" * 8),
     KVGroup("sliding_window", 4, ((0, 2), (5, 10)), 5, "b0" * 8),
     KVGroup("state", 4, ((9, 10),), 0, "c0" * 8),
 )
-HYBRID = new_save(tuple(range(10)), now_ms=1, world_size=2, groups=GROUPS).manifest(block_tokens=4)
+HYBRID = planned(new_save(tuple(range(10)), now_ms=1, world_size=2, groups=GROUPS), block_tokens=4)
 MANIFEST = encode_manifest(replace(PLAN, block_checksums=("0" * 32,) * 6))
 HYBRID_MANIFEST = encode_manifest(replace(HYBRID, block_checksums=("0" * 32,) * (2 * num_files(HYBRID))))
 BLOCK = block_file_bytes(block_meta_of())

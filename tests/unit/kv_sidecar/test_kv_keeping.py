@@ -10,7 +10,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, ContextExists, ContextQuotaExceeded, StorageFull
 from contextcache.names import KEPT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
-from kv_sidecar.keeping import GROUP_MAX
+from kv_sidecar.retention import GROUP_MAX
 from kv_sidecar.saves import NewSave
 from kv_sidecar.sealed.matching import STAYS_MS, PrefixQuestion
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, block_file_bytes, block_meta_of
@@ -184,15 +184,15 @@ async def test_kept_kv_that_was_just_found_stands_in_no_context_s_way_at_its_ten
 
 
 async def test_the_bytes_that_only_kept_kv_holds_are_known_as_contexts_come_and_go(kv: SidecarUnderTest) -> None:
-    index = kv.sidecar.catalog._manifests.index
+    blocks = kv.sidecar.blocks
     kept = await keep(kv, tokens(1))
-    alone = index.kept_bytes(TENANT)
+    alone = blocks.kept_bytes(TENANT)
     context = await kv.save(tokens(1), session_id="ctx_1")
-    assert (alone > 0, index.kept_bytes(TENANT)) == (True, 0)
+    assert (alone > 0, blocks.kept_bytes(TENANT)) == (True, 0)
     await kv.catalog.delete(TENANT, "ctx_1", [context.cache_ref])
-    assert index.kept_bytes(TENANT) == pytest.approx(alone, rel=0.2)
+    assert blocks.kept_bytes(TENANT) == pytest.approx(alone, rel=0.2)
     await kv.catalog.delete(TENANT, GROUP, [kept.cache_ref])
-    assert index.kept_bytes(TENANT) == 0
+    assert blocks.kept_bytes(TENANT) == 0
 
 
 async def test_a_collector_that_can_write_nothing_frees_all_the_same(
@@ -210,7 +210,7 @@ async def test_a_collector_that_can_write_nothing_frees_all_the_same(
 
     with monkeypatch.context() as patched:
         patched.setattr(store, "put", full)
-        assert (await kv.catalog.collect()).num_manifests == 1
+        assert (await kv.catalog.collect()).removed.num_manifests == 1
     await kv.catalog.collect()
     kv.clock.advance(ms=TTL_MS * 3 // 4)  # type: ignore[attr-defined]
     await kv.catalog.collect()

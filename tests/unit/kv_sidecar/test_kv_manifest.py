@@ -24,12 +24,12 @@ from kv_sidecar.format.manifest import (
     num_files,
 )
 from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
-from tests.kit.kv_blocks import new_save
+from tests.kit.kv_blocks import new_save, planned
 from tests.kit.kv_groups import some_contexts
 
 
 def manifest_of(token_ids: tuple[int, ...], *, block_tokens: int = 4, world_size: int = 1) -> Manifest:
-    return new_save(token_ids, now_ms=1, world_size=world_size).manifest(block_tokens=block_tokens)
+    return planned(new_save(token_ids, now_ms=1, world_size=world_size), block_tokens=block_tokens)
 
 
 def vouching(manifest: Manifest) -> Manifest:
@@ -81,7 +81,7 @@ def test_a_manifest_of_groups_comes_back_from_its_file(
     context: tuple[tuple[int, ...], tuple[KVGroup, ...]], world_size: int
 ) -> None:
     token_ids, groups = context
-    manifest = new_save(token_ids, now_ms=1, world_size=world_size, groups=groups).manifest(block_tokens=1)
+    manifest = planned(new_save(token_ids, now_ms=1, world_size=world_size, groups=groups), block_tokens=1)
 
     assert decode_manifest(encode_manifest(manifest)) == manifest
     assert decode_manifest(encode_manifest(vouching(manifest))) == vouching(manifest)
@@ -102,7 +102,7 @@ HYBRID = (
 
 def with_groups(groups: str, *, metadata: Mapping[str, str] = MappingProxyType({})) -> bytes:
     """The file of a manifest of nine tokens that says this of its groups, with a right checksum."""
-    whole = encode_manifest(new_save(tuple(range(9)), now_ms=1, groups=HYBRID).manifest(block_tokens=4))
+    whole = encode_manifest(planned(new_save(tuple(range(9)), now_ms=1, groups=HYBRID), block_tokens=4))
     header, start = decode_header(memoryview(whole))
     changed = {key: value for key, value in header.metadata.items() if key != "checksum"} | {
         "groups": groups,

@@ -15,7 +15,15 @@ from contextcache.names import new_cache_ref
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.sealed.matching import PrefixQuestion
 from kv_sidecar.sealed.prefixes import PrefixIndex, beginning_of, prompt_of
-from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, new_save
+from tests.kit.kv_blocks import (
+    BLOCK_TOKENS,
+    FINGERPRINT,
+    TENANT,
+    TTL_MS,
+    SidecarUnderTest,
+    new_save,
+    planned,
+)
 
 DOCUMENT = tuple(range(1, 23))
 """Five whole blocks and two tokens."""
@@ -132,7 +140,7 @@ def test_in_any_set_of_contexts_the_blocks_found_are_as_many_as_a_look_at_all_of
     index, contexts = PrefixIndex(), {}
     for token_ids in stored:
         new = new_save(token_ids, now_ms=0)
-        contexts[new.cache_ref] = (token_ids, beginning_of(new.manifest(block_tokens=BLOCK_TOKENS)))
+        contexts[new.cache_ref] = (token_ids, beginning_of(planned(new, block_tokens=BLOCK_TOKENS)))
         index.add(new.cache_ref, contexts[new.cache_ref][1])
     for cache_ref in data.draw(st.lists(st.sampled_from(sorted(contexts)), unique=True) if contexts else st.just([])):
         index.remove(cache_ref, contexts.pop(cache_ref)[1])
@@ -155,7 +163,7 @@ def test_where_only_whole_contexts_serve_the_longest_of_them_is_named_beside_the
     for token_ids in (DOCUMENT[:9], (*DOCUMENT[:14], 77, 78, 79, 80)):
         new = new_save(token_ids, now_ms=0, groups=groups(len(token_ids)), cache_ref=new_cache_ref())
         kept[len(token_ids)] = new.cache_ref
-        index.add(new.cache_ref, beginning_of(new.manifest(block_tokens=BLOCK_TOKENS)))
+        index.add(new.cache_ref, beginning_of(planned(new, block_tokens=BLOCK_TOKENS)))
     sizes = index.sizes(TENANT, FINGERPRINT)
     answer = index.find(prompt_of(TENANT, FINGERPRINT, pack_token_ids(DOCUMENT), sizes), lambda _: True)
     assert {one.cache_ref: one.is_whole for one in answer} == {kept[18]: False, kept[9]: True}

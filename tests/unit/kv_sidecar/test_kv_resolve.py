@@ -44,11 +44,11 @@ class Pods:
 
     async def waits(self, asked: asyncio.Task[Resolution]) -> None:
         """Return when the question waits for KV."""
-        seals = self.here.catalog._saving._seals
+        refs = self.here.catalog.refs
 
         async def num_waiters() -> int:
             assert not asked.done()
-            return seals._num_waiters
+            return refs.num_waiters
 
         await until(num_waiters, is_so=bool, what="the question waits")
 
@@ -113,7 +113,7 @@ async def test_a_seal_ends_the_wait_for_kv_that_is_being_saved(pods: Pods) -> No
     await pods.here.send_all(new)
     asked = asyncio.create_task(pods.ask(new.cache_ref, pull_wait_ms=LONG_MS))
     await pods.waits(asked)
-    assert await pods.here.catalog.seal(new.cache_ref, 0)
+    assert await pods.here.sidecar.seal(new.cache_ref, 0)
     found = await asked
 
     assert found.manifest is not None
@@ -125,7 +125,7 @@ async def test_a_save_that_the_sidecar_does_not_know_yet_is_waited_for_when_the_
     asked = asyncio.create_task(pods.ask(new.cache_ref, saving=(new.cache_ref,), wait_ms=LONG_MS, pull_wait_ms=LONG_MS))
     await pods.waits(asked)
     await pods.here.send_all(new)
-    assert await pods.here.catalog.seal(new.cache_ref, 0)
+    assert await pods.here.sidecar.seal(new.cache_ref, 0)
     found = await asked
 
     assert found.manifest is not None

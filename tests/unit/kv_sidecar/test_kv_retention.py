@@ -70,7 +70,7 @@ async def test_the_order_of_use_is_known_after_a_start_as_well_as_lives_tell(tmp
             clock.advance(ms=1000)
             saved.append(await kv.save(tokens(number), session_id=f"ctx_{number}"))
         clock.advance(ms=1000)
-        await kv.catalog.touch(TENANT, "ctx_0", clock.now_ms() + 3_600_000)
+        await kv.sidecar.touch(TENANT, "ctx_0", clock.now_ms() + 3_600_000)
     async with SidecarUnderTest(tmp_path, clock=clock, disk_limit_bytes=LIMIT_BYTES) as kv:
         await kv.save(tokens(20), session_id="ctx_20")
 

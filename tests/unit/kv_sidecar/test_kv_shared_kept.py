@@ -17,9 +17,9 @@ from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavai
 from contextcache.model import MAX_TTL_S, HeldCacheRef, KVGroup
 from contextcache.names import KEPT_PREFIX, OBJECT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
-from kv_sidecar.keeping import GROUP_MAX
 from kv_sidecar.moving import borrowing
 from kv_sidecar.moving.pulling import ABSENT_MS
+from kv_sidecar.retention import GROUP_MAX
 from kv_sidecar.sealed.matching import STAYS_MS, PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found
 from kv_sidecar.store import writer
@@ -155,7 +155,7 @@ async def test_of_many_turns_about_one_manifest_is_left_and_each_block_once(pod,
             said = (*said, *range(100 * turn, 100 * turn + 7))
         assert kinds(tmp_path)["manifests"] > 1
         clock.advance(ms=STAYS_MS)
-        await kv.sidecar.catalog.collect()
+        await kv.sidecar.collect()
         await written(kv)
         await until(lambda: kinds(tmp_path)["manifests"] == 1, what="one is left")
         files = len(kv.block_files())
@@ -453,7 +453,7 @@ async def test_what_is_used_lives_on_in_the_store_too(pod, clock):
         await written(kv)
         clock.advance(ms=TTL_MS // 2)
         await find(kv, SAID, expires_at_ms=clock.now_ms() + TTL_MS)
-        await kv.sidecar.catalog.collect()
+        await kv.sidecar.collect()
         await written(kv)
         clock.advance(ms=TTL_MS * 3 // 4)
         assert (await kv.sidecar.shared.manifest(TENANT, kept.cache_ref)).expires_at_ms > clock.now_ms()

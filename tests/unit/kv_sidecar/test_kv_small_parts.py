@@ -18,13 +18,13 @@ from contextcache.errors import CacheRefNotFound, FingerprintMismatch, InvalidRe
 from contextcache.process.settings import settings_help
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar import settings as sidecar_settings
-from kv_sidecar.accounts import LoadReports
+from kv_sidecar.accounts import Announcements, LoadReports
 from kv_sidecar.blocks import TierUsage
 from kv_sidecar.format.ids import check_fingerprint, differences, require_fingerprint
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.moving.frames import FrameAssembly
-from kv_sidecar.reclaim import Collector, Removed
-from kv_sidecar.sealed.index import Announcements, RecentNames
+from kv_sidecar.retention import Collector, Removed
+from kv_sidecar.sealed.index import RecentNames
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.tiers.store import IoThreads
 

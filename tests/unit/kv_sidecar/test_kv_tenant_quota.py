@@ -70,7 +70,7 @@ async def test_a_save_beyond_the_limit_is_refused_and_everything_it_brought_is_f
         assert kv.catalog.tenant_usage(TENANT) == (0, limit)
         assert kv.counted("refused_saves_total", code="context_quota_exceeded") == 1
         with pytest.raises(ContextDeleted):
-            await kv.catalog.seal(new.cache_ref, 0)
+            await kv.sidecar.seal(new.cache_ref, 0)
 
 
 async def test_a_tenant_at_its_limit_hears_so_before_it_sends_anything_and_others_do_not(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ class Tenants:
         try:
             await self.kv.send_all(new)  # type: ignore[arg-type]  # a NewSave
             if seal:
-                await self.kv.catalog.seal(new.cache_ref, 0)  # type: ignore[attr-defined]
+                await self.kv.sidecar.seal(new.cache_ref, 0)  # type: ignore[attr-defined]
             else:
                 await self.kv.catalog.abandon_save(new.cache_ref)  # type: ignore[attr-defined]
         except ContextCacheError:
@@ -217,7 +217,7 @@ class Tenants:
         lies = bytes_on_disk(self.kv)
         for tenant in TENANTS:
             assert self.kv.catalog.tenant_usage(tenant) == (lies[tenant], self.limit_bytes)
-        assert dict(self.kv.catalog.bytes_by_tenant()) == dict(lies)
+        assert dict(self.kv.sidecar.blocks.bytes_by_tenant()) == dict(lies)
 
 
 @settings(deadline=None, max_examples=20)

@@ -1,0 +1,286 @@
+"""Which KV leaves the disk when room is needed, and how long the KV of plain requests stays.
+
+Room: between two marks, the contexts used longest ago leave, kept KV before any context. Kept KV makes room for no
+context, and no save evicts the guarantee of another tenant. KV under a lease stays.
+
+Kept KV is the KV of plain requests, in groups: a group is probably one conversation. Each answer leaves a longer
+manifest of the same conversation, which replaces the manifests that it begins with. An edited conversation leaves
+several manifests side by side, of which the latest stay. Evicted KV costs its conversation one computed turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from contextcache.errors import ContextExists, StorageFull
+from contextcache.model import CacheRef, KeptGroup, KeptMiss, Manifest, SessionId, TenantId
+from contextcache.names import KEPT_PREFIX
+from kv_sidecar.blocks import Shortage
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.refs import Refs
+from kv_sidecar.runtime import Runtime
+from kv_sidecar.sealed.index import ManifestRecord
+from kv_sidecar.sealed.manifests import SealedManifests
+from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.sealed.prefixes import beginning_of
+from kv_sidecar.tiers.tiers import Tiers
+
+log = logging.getLogger(__name__)
+
+GROUPS_SHOWN = 1000
+GROUP_MAX = 64
+"""Manifests in a group; a further one replaces the manifest used longest ago."""
+_SHARE_USED = 4
+"""A manifest's file is rewritten once a quarter of the new life has passed: a hit then rarely costs an fsync."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Result of a delete or of a collector pass."""
+
+    num_manifests: int
+    freed_bytes: int
+    """Bytes of block files on disk."""
+
+    def __add__(self, other: Removed) -> Removed:
+        """Return the sum of both."""
+        return Removed(self.num_manifests + other.num_manifests, self.freed_bytes + other.freed_bytes)
+
+
+NOTHING_REMOVED = Removed(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Manifests that a call changed: the shared store has to learn of them."""
+
+    sealed: tuple[ManifestRecord, ...] = ()
+    touched: tuple[ManifestRecord, ...] = ()
+    """Only their expiry is new."""
+    replaced: tuple[ManifestRecord, ...] = ()
+    """Kept KV that longer KV of its group replaced; it is gone here."""
+    removed: Removed = NOTHING_REMOVED
+
+
+class Retention:
+    """Evicts contexts and keeps the KV of plain requests. Used from one event loop."""
+
+    def __init__(
+        self, runtime: Runtime, refs: Refs, *, tiers: Tiers, manifests: SealedManifests, guarantee_bytes: int
+    ) -> None:
+        """`guarantee_bytes`: bytes of each tenant that saves of other tenants do not evict; 0: none."""
+        self._runtime = runtime
+        self._refs = refs
+        self._tiers = tiers
+        self._manifests = manifests
+        self._guarantee_bytes = guarantee_bytes
+        self._evicting = asyncio.Lock()
+        self._used_at_ms: dict[tuple[TenantId, SessionId], int] = {}
+        self._misses: dict[tuple[TenantId, SessionId], KeptMiss] = {}
+        """Both by group; the collector forgets groups without manifests."""
+
+    async def make_room(self, tenant: TenantId, size_bytes: int, *, for_kept: bool) -> None:
+        """Evict until a file of this tenant fits below the mark, or nothing may leave. Raises OSError.
+
+        `for_kept`: only kept KV leaves. Raises StorageFull when that is too little.
+        """
+        await self.make_share(tenant, size_bytes, for_kept=for_kept)
+        blocks = self._tiers.blocks
+        await self._evict(tenant, lambda: blocks.shortage(size_bytes), lambda: self._candidates(only_kept=for_kept))
+        if for_kept and not blocks.shortage(size_bytes).is_over:
+            raise StorageFull("contexts use all the room on this disk")
+
+    async def make_share(self, tenant: TenantId, size_bytes: int, *, for_kept: bool) -> None:
+        """Evict kept KV of a tenant until so many more bytes are within its limit, or none is left. Raises OSError.
+
+        `for_kept`: KV that a load may ask for stays.
+        """
+        blocks = self._tiers.blocks
+        if not blocks.kept_bytes(tenant):
+            return
+
+        def shortage() -> Shortage:
+            used, limit = blocks.tenant_bytes(tenant)
+            return Shortage(used + size_bytes - limit if limit else 0)
+
+        def candidates() -> list[ManifestRecord]:
+            return [r for r in self._candidates(only_kept=for_kept) if r.tenant == tenant and r.is_kept]
+
+        await self._evict(tenant, shortage, candidates)
+
+    async def _evict(
+        self, tenant: TenantId, shortage: Callable[[], Shortage], candidates: Callable[[], list[ManifestRecord]]
+    ) -> None:
+        if shortage().is_over:
+            return
+        async with self._evicting:
+            missing = shortage()
+            if missing.is_over:
+                return
+            victims = await self._manifests.sweep(self._victims(missing, candidates(), tenant))
+            if not victims:
+                return
+            freed = await self._tiers.free(keys_of(victims))
+            self._runtime.metrics.evicted.inc(len(victims))
+            log.info("contexts evicted", extra={"num_contexts": len(victims), "freed_bytes": freed})
+
+    def _candidates(self, *, only_kept: bool) -> list[ManifestRecord]:
+        """Return the records that may leave, in order: kept KV first, of both kinds last those that a load may need."""
+        records = self._manifests.index.records()
+        if only_kept:
+            return [record for record in records if record.is_kept and not self._is_named(record)]
+        return sorted(records, key=lambda record: (not record.is_kept, self._is_named(record)))
+
+    def _is_named(self, record: ManifestRecord) -> bool:
+        return self._refs.is_named(record.tenant, record.cache_ref)
+
+    def _victims(self, missing: Shortage, records: Sequence[ManifestRecord], tenant: TenantId) -> list[ManifestRecord]:
+        """Return the first records whose files make up for the shortage."""
+        blocks = self._tiers.blocks
+        used, gone = Counter(blocks.bytes_by_tenant()), Counter[BlockKey]()
+        victims: list[ManifestRecord] = []
+        for record in records:
+            if missing.is_over:
+                break
+            is_guaranteed = record.tenant != tenant and used[record.tenant] <= self._guarantee_bytes
+            if is_guaranteed or blocks.is_leased(record.keys):
+                continue
+            victims.append(record)
+            gone.update(record.keys)
+            free = [key for key in record.keys if gone[key] == blocks.num_holders(key)]
+            freed = sum(blocks.stored_bytes(key) or 0 for key in free)
+            used[record.tenant] -= freed
+            missing = Shortage(missing.size_bytes - freed, missing.num_files - len(free) - 1)  # and its manifest
+        return victims
+
+    def refuse_repetition(self, manifest: Manifest) -> None:
+        """Raise ContextExists when exactly these tokens are kept already, and prolong those."""
+        now_ms = self._runtime.clock.now_ms()
+        for cache_ref in self._manifests.index.prefixes.equals(beginning_of(manifest)):
+            record = self._manifests.live(manifest.tenant, cache_ref, now_ms=now_ms)
+            if record is not None and record.is_kept and not self._refs.get(manifest.tenant, cache_ref).is_replaced:
+                self.use(cache_ref, manifest.expires_at_ms)
+                raise ContextExists("these tokens are already kept")
+
+    def use(self, cache_ref: CacheRef, expires_at_ms: int) -> None:
+        """Note a use of kept KV and the expiry that it gives; the KV of sessions does not change."""
+        record = self._manifests.index.get(cache_ref)
+        if record is None or not record.is_kept:
+            return
+        now_ms = self._runtime.clock.now_ms()
+        self._manifests.index.use(cache_ref)
+        self._used_at_ms[record.tenant, record.session_id] = now_ms
+        if expires_at_ms - record.expires_at_ms > (expires_at_ms - now_ms) // _SHARE_USED:
+            ref = self._refs.get(record.tenant, cache_ref)
+            ref.used_until_ms = max(expires_at_ms, ref.used_until_ms)
+
+    def note_match(self, question: PrefixQuestion, num_tokens: int) -> None:
+        """Remember where a conversation diverged from its kept KV, if it did."""
+        group = self._manifests.index.of_session(question.tenant, question.group)
+        if group and num_tokens < min(group[-1].num_tokens, question.num_tokens):
+            miss = KeptMiss(num_tokens, question.num_tokens, self._runtime.clock.now_ms())
+            self._misses[question.tenant, question.group] = miss
+
+    def groups(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
+        """Return a tenant's groups, or one of them, the latest used first, at most `GROUPS_SHOWN`."""
+        index, blocks = self._manifests.index, self._tiers.blocks
+        names = [group] if group.startswith(KEPT_PREFIX) else [] if group else index.groups(tenant)
+        names.sort(key=lambda name: self._used_at_ms.get((tenant, name), 0), reverse=True)
+        found = ((name, index.of_session(tenant, name)) for name in names[:GROUPS_SHOWN])
+        return [
+            KeptGroup(
+                group=name,
+                num_tokens=max(record.num_tokens for record in records),
+                size_bytes=sum(blocks.stored_bytes(key) or 0 for key in set(keys_of(records))),
+                expires_at_ms=max(record.expires_at_ms for record in records),
+                used_at_ms=self._used_at_ms.get((tenant, name), 0),
+                num_manifests=len(records),
+                last_miss=self._misses.get((tenant, name)),
+            )
+            for name, records in found
+            if records
+        ]
+
+    def take_used(self) -> list[tuple[ManifestRecord, int]]:
+        """Return the kept KV used since the last call, with its new expiry; forget groups without manifests."""
+        index = self._manifests.index
+        for notes in (self._used_at_ms, self._misses):
+            for tenant, name in [key for key in notes if not index.of_session(*key)]:
+                del notes[tenant, name]
+        used = []
+        for ref in self._refs:
+            if ref.used_until_ms and (record := index.get(ref.cache_ref)) is not None:
+                used.append((record, ref.used_until_ms))
+                ref.used_until_ms = 0
+        return used
+
+    def replace(self, manifest: Manifest) -> list[ManifestRecord]:
+        """Mark the kept KV that a newly sealed manifest stands for; return the part that no load may need."""
+        self._used_at_ms[manifest.tenant, manifest.session_id] = self._runtime.clock.now_ms()
+        group = self._manifests.index.of_session(manifest.tenant, manifest.session_id)
+        others = [record for record in group if record.cache_ref != manifest.cache_ref]
+        begun = [record for record in others if record.at.begins(manifest)]
+        rest = [record for record in others if record not in begun]
+        surplus = rest[: max(len(rest) + 1 - GROUP_MAX, 0)]
+        for record in (*begun, *surplus):
+            self._refs.get(record.tenant, record.cache_ref).is_replaced = True
+        return self._unneeded([*begun, *surplus])
+
+    def replaced(self) -> list[ManifestRecord]:
+        """Return the replaced kept KV that no load may need by now. Looks at every ref."""
+        found = [self._manifests.index.get(ref.cache_ref) for ref in self._refs if ref.is_replaced]
+        return self._unneeded([record for record in found if record is not None])
+
+    def _unneeded(self, records: Iterable[ManifestRecord]) -> list[ManifestRecord]:
+        blocks = self._tiers.blocks
+        return [record for record in records if not self._is_named(record) and not blocks.is_leased(record.keys)]
+
+
+def keys_of(records: Iterable[ManifestRecord]) -> list[BlockKey]:
+    """Return the keys of all files of these manifests."""
+    return [key for record in records for key in record.keys]
+
+
+class Collector:
+    """Makes each pass every `interval_s` until `stop`, and waits for none with another; owns their tasks."""
+
+    def __init__(self, *collect: Callable[[], Awaitable[Removed]], interval_s: float, metrics: SidecarMetrics) -> None:
+        """`collect`: the passes; the first one's time is shown."""
+        self._collect = collect
+        self._interval_s = interval_s
+        self._metrics = metrics
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin; the first passes come at once, for what the last process left."""
+        self._tasks = [asyncio.create_task(self._run(collect)) for collect in self._collect]
+
+    async def stop(self) -> None:
+        """End the tasks and wait for them."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, collect: Callable[[], Awaitable[Removed]]) -> None:
+        while True:
+            began_s = time.time()
+            try:
+                removed = await collect()
+            except Exception:
+                # The loop must live: what failed now is tried again in the next pass.
+                self._metrics.collector_failures.inc()
+                log.exception("collector pass failed")
+            else:
+                if collect == self._collect[0]:
+                    self._metrics.last_collect.set(began_s)
+                if removed.num_manifests or removed.freed_bytes:
+                    fields = {"num_contexts": removed.num_manifests, "freed_bytes": removed.freed_bytes}
+                    log.info("collected", extra=fields)
+            await asyncio.sleep(self._interval_s)

@@ -1,0 +1,228 @@
+"""The state machine of a cache_ref: phases, waiting, and bounded memory of what has ended."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from contextcache.clock import ManualClock
+from contextcache.names import new_cache_ref
+from kv_sidecar.refs import PENDING, PHASES, Phase, Ref, Refs
+from kv_sidecar.saves import CatalogLimits, NewSave, Save
+from tests.kit.kv_blocks import TENANT, new_save
+
+KEEP_MS, ENDED_MAX = 1000, 3
+NAMES = [new_cache_ref() for _ in range(5)]
+
+
+def refs_of(clock: ManualClock, *, waiters_max: int = 8) -> Refs:
+    limits = CatalogLimits(4, tombstone_ms=KEEP_MS, max_tombstones=ENDED_MAX, max_waiters=waiters_max)
+    return Refs(clock, limits)
+
+
+def save_of(ref: Ref) -> Save:
+    new: NewSave = new_save((1, 2, 3), now_ms=0, cache_ref=ref.cache_ref)
+    return Save(new, 0, 0)
+
+
+async def test_a_wait_ends_with_the_phase_of_any_of_its_refs_and_no_other() -> None:
+    refs = refs_of(ManualClock())
+    waiting = [
+        asyncio.create_task(refs.wait(TENANT, names, timeout_s=30)) for names in (NAMES[:2], NAMES[1:2], NAMES[2:3])
+    ]
+    await asyncio.sleep(0)
+    refs.expect("another", NAMES)
+    refs.expect(TENANT, NAMES[1:2])
+
+    assert await waiting[0]
+    assert await waiting[1]
+    assert not waiting[2].done()
+    waiting[2].cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_waiting_is_bounded_in_time_and_number_and_leaves_nothing() -> None:
+    refs = refs_of(ManualClock(), waiters_max=1)
+    first = asyncio.create_task(refs.wait(TENANT, NAMES[:1], timeout_s=30))
+    await asyncio.sleep(0)
+
+    assert not await refs.wait(TENANT, NAMES[1:2], timeout_s=30)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert not await refs.wait(TENANT, NAMES[:1], timeout_s=0.001)
+    assert not await refs.wait(TENANT, NAMES[:1], timeout_s=0)
+    assert len(refs) == 0
+
+
+async def test_more_tokens_of_an_open_save_wake_nothing() -> None:
+    refs = refs_of(ManualClock())
+    ref = refs.get(TENANT, NAMES[0])
+    refs.open(ref, save_of(ref))
+    waiting = asyncio.create_task(refs.wait(TENANT, NAMES[:1], timeout_s=30))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    refs.publish(ref)
+
+    assert await waiting
+
+
+def test_failures_are_bounded_by_count_and_age() -> None:
+    clock = ManualClock()
+    refs = refs_of(clock)
+    for name in NAMES[:4]:
+        refs.end_save(refs.get(TENANT, name), "queue_full", started_at_ms=0)
+    kept = [refs.get(TENANT, name).reason for name in NAMES[:4]]
+    clock.advance(ms=KEEP_MS)
+
+    assert kept == ["", "queue_full", "queue_full", "queue_full"]
+    assert {refs.get(TENANT, name).phase for name in NAMES} == {Phase.ABSENT}
+    assert len(refs) == 0
+
+
+def test_the_first_reason_of_an_attempt_stays() -> None:
+    refs = refs_of(ManualClock())
+    for reason, started_at_ms in (("staging_full", 7), ("context_deleted", 7)):
+        refs.end_save(refs.get(TENANT, NAMES[0]), reason, started_at_ms=started_at_ms)
+    first = refs.get(TENANT, NAMES[0]).reason
+    refs.end_save(refs.get(TENANT, NAMES[0]), "queue_full", started_at_ms=8)
+
+    assert (first, refs.get(TENANT, NAMES[0]).reason) == ("staging_full", "queue_full")
+
+
+def test_a_deleted_session_refuses_the_turns_that_had_begun() -> None:
+    clock = ManualClock()
+    refs = refs_of(clock)
+    refs.delete_session(TENANT, "ctx_1")
+    now_ms = clock.now_ms()
+
+    def is_deleted(session_id: str, started_at_ms: int) -> bool:
+        return refs.is_deleted(TENANT, session_id, NAMES[0], started_at_ms=started_at_ms)
+
+    assert [is_deleted("ctx_1", at_ms) for at_ms in (0, now_ms, now_ms + 1)] == [True, True, False]
+    assert not is_deleted("ctx_2", 0)
+
+
+def test_a_manifest_that_outlives_the_memory_of_its_delete_is_sealed_again() -> None:
+    """As after a disk that did not let go of the file."""
+    clock = ManualClock()
+    refs = refs_of(clock)
+    refs.sealed(TENANT, NAMES[0])
+    refs.delete(refs.get(TENANT, NAMES[0]))
+    clock.advance(ms=KEEP_MS)
+    after = refs.get(TENANT, NAMES[0]).phase
+    refs.unsealed(TENANT, NAMES[0])
+
+    assert after is Phase.SEALED
+    assert len(refs) == 0
+
+
+class RefMachine(RuleBasedStateMachine):
+    """Every legal order of events, beside a model of what a reader and a writer may see."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.clock = ManualClock()
+        self.refs = refs_of(self.clock)
+        self.deleted: dict[str, int] = {}
+        """When the names were deleted."""
+        self.stored: set[str] = set()
+        """Names with a manifest on disk."""
+        self.saving: dict[str, Save] = {}
+
+    def ref(self, name: str) -> Ref:
+        return self.refs.get(TENANT, name)
+
+    def note_end(self, name: str) -> None:
+        self.saving.pop(name, None)
+
+    @rule(name=st.sampled_from(NAMES))
+    def pull_begins(self, name: str) -> None:
+        self.refs.expect(TENANT, [name])
+
+    @rule(name=st.sampled_from(NAMES))
+    def pull_ends(self, name: str) -> None:
+        self.refs.expect_no_more(TENANT, [name])
+        assert self.ref(name).phase is not Phase.EXPECTED
+
+    @rule(name=st.sampled_from(NAMES))
+    def announce(self, name: str) -> None:
+        ref = self.ref(name)
+        if PHASES.allows(ref.phase, "announced"):
+            self.saving[name] = save_of(ref)
+            self.refs.open(ref, self.saving[name])
+
+    @rule(name=st.sampled_from(NAMES))
+    def last_rank_seals(self, name: str) -> None:
+        if self.ref(name).phase is Phase.OPEN:
+            self.refs.publish(self.ref(name))
+
+    @rule(name=st.sampled_from(NAMES))
+    def manifest_is_durable(self, name: str) -> None:
+        """Of the save that is published, which a delete may have overtaken."""
+        if self.ref(name).phase in (Phase.PUBLISHING, Phase.DELETED):
+            self.refs.sealed(TENANT, name)
+            self.stored.add(name)
+            self.note_end(name)
+
+    @rule(name=st.sampled_from(NAMES), reason=st.sampled_from(["staging_full", "save_deadline"]))
+    def save_ends(self, name: str, reason: str) -> None:
+        if self.ref(name).phase in (Phase.OPEN, Phase.PUBLISHING):
+            self.refs.end_save(self.ref(name), reason, started_at_ms=0)
+            assert self.ref(name).reason == reason
+            self.note_end(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def early_files_end(self, name: str) -> None:
+        if self.ref(name).phase is Phase.OPEN:
+            self.refs.end_early(self.ref(name))
+            assert self.ref(name).phase is Phase.ABSENT
+            self.note_end(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def delete(self, name: str) -> None:
+        self.refs.delete(self.ref(name))
+        self.deleted[name] = self.clock.now_ms()
+        self.note_end(name)
+
+    @precondition(lambda self: self.stored)
+    @rule(data=st.data())
+    def manifest_goes(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.stored)))
+        self.refs.unsealed(TENANT, name)
+        self.stored.discard(name)
+
+    @rule(ms=st.sampled_from([1, KEEP_MS // 2, KEEP_MS]))
+    def time_passes(self, ms: int) -> None:
+        self.clock.advance(ms=ms)
+
+    @invariant()
+    def phases_say_what_happened(self) -> None:
+        ended = 0
+        for name in NAMES:
+            ref = self.ref(name)
+            ended += ref.phase in (Phase.FAILED, Phase.DELETED)
+            assert ref.has_manifest == (name in self.stored)
+            assert (ref.phase is Phase.SEALED) <= (name in self.stored), "sealed without a manifest"
+            assert (name in self.stored) <= (ref.phase in (Phase.SEALED, Phase.DELETED)), "a manifest and no word of it"
+            assert (ref.save is not None) == (ref.phase in (Phase.OPEN, Phase.PUBLISHING))
+            assert ref.save is self.saving.get(name), "a save that ended is still open, or another one is"
+            assert (self.refs.owner(name) is ref) >= (ref.save is not None)
+            if ref.phase is Phase.DELETED:
+                assert self.deleted[name] > self.clock.now_ms() - KEEP_MS
+            assert not (ref.phase in PENDING and name in self.stored)
+        assert ended <= ENDED_MAX
+        assert len(self.refs) <= len(NAMES)
+
+
+RefMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRefMachine = RefMachine.TestCase
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_deleted_name_is_refused_from_every_phase(phase: Phase) -> None:
+    assert PHASES.after(phase, "delete") is Phase.DELETED
+    assert not PHASES.allows(Phase.DELETED, "announced")
