@@ -290,12 +290,10 @@ class Sidecar:
         return changed
 
     def _connect_peer(self, address: str, timeout_s: float) -> PeerSidecar:
-        limits = self.settings.pull_limits()
         return PeerSidecar(
             address,
             timeout_s=timeout_s,
-            manifest_timeout_s=limits.manifest_timeout_s,
-            bytes_per_s_min=limits.bytes_per_s_min,
+            limits=self.settings.pull_limits(),
             slots=self._pull_slots,
             limit_bytes=BLOCK_BYTES_MAX,
             tls=self.tls,

@@ -25,6 +25,7 @@ from contextcache.wire.tracing import trace_metadata
 from kv_sidecar.format.ids import TOKEN_BYTES, pack_token_ids
 from kv_sidecar.format.manifest import block_key, with_files
 from kv_sidecar.moving.frames import FrameAssembly
+from kv_sidecar.moving.peers import PullLimits
 from kv_sidecar.moving.pulling import PulledFile
 from kv_sidecar.sealed.matching import PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found, common
@@ -42,8 +43,7 @@ class PeerSidecar:
         address: str,
         *,
         timeout_s: float,
-        manifest_timeout_s: float,
-        bytes_per_s_min: int,
+        limits: PullLimits,
         slots: asyncio.Semaphore,
         limit_bytes: int,
         tls: WatchedTls | None = None,
@@ -53,8 +53,7 @@ class PeerSidecar:
         self._channel = open_channel(f"dns:///{address}", tls=tls)
         self._stub: pb_grpc.KVSidecarServiceAsyncStub = pb_grpc.KVSidecarServiceStub(self._channel)
         self._timeout_s = timeout_s
-        self._manifest_timeout_s = min(timeout_s, manifest_timeout_s)
-        self._bytes_per_s_min = bytes_per_s_min
+        self._limits = limits
         self._slots = slots
         self._limit_bytes = limit_bytes
 
@@ -62,7 +61,7 @@ class PeerSidecar:
         """See pulling.Peer."""
         request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
         try:
-            timeout_s = self._manifest_timeout_s
+            timeout_s = min(self._timeout_s, self._limits.manifest_timeout_s)
             call = self._stub.GetManifest(request, timeout=timeout_s, metadata=trace_metadata())
             answer = await within(call, timeout_s)
         except grpc.RpcError as exc:
@@ -99,7 +98,7 @@ class PeerSidecar:
             rank=rank,
             block_indices=block_indices,
         )
-        timeout_s = self._timeout_s + manifest.size_bytes / self._bytes_per_s_min
+        timeout_s = self._timeout_s + manifest.size_bytes / self._limits.bytes_per_s_min
         call: Any = self._stub.LoadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
         wanted = list(block_indices)
         try:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from kv_sidecar.moving.peer import PeerSidecar
+from kv_sidecar.moving.peers import PullLimits
 from kv_sidecar.server import serve
 from tests.contract.sidecar_peer_contract import SidecarPeerContract
 from tests.kit.catalog_peer import CatalogPeer
@@ -34,8 +35,7 @@ class TestPeerOverGrpc(SidecarPeerContract):
         peer = PeerSidecar(
             address,
             timeout_s=10,
-            manifest_timeout_s=10,
-            bytes_per_s_min=1 << 30,
+            limits=PullLimits(1, bytes_per_s_min=1 << 30, manifest_timeout_s=10),
             slots=asyncio.Semaphore(1),
             limit_bytes=1 << 20,
         )

@@ -31,6 +31,7 @@ from gateway.envoy.server import ExtProcServer
 from gateway.tenants.keys import SingleTenant
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.moving.peer import PeerSidecar
+from kv_sidecar.moving.peers import PullLimits
 from kv_sidecar.server import serve
 from tests.kit.certificates import NAME, CertificateFiles
 from tests.kit.gateway_parts import SECRET, GatewayParts
@@ -177,8 +178,7 @@ async def test_clients_refuse_servers_that_are_not_of_the_deployment(server, cer
         peer = PeerSidecar(
             address,
             timeout_s=DEADLINE_S,
-            manifest_timeout_s=DEADLINE_S,
-            bytes_per_s_min=1 << 30,
+            limits=PullLimits(1, bytes_per_s_min=1 << 30, manifest_timeout_s=DEADLINE_S),
             slots=asyncio.Semaphore(1),
             limit_bytes=1,
             tls=ours,
@@ -204,8 +204,7 @@ async def test_parts_of_a_deployment_understand_each_other(certificates, tmp_pat
         peer = PeerSidecar(
             f"127.0.0.1:{sidecar_port}",
             timeout_s=DEADLINE_S,
-            manifest_timeout_s=DEADLINE_S,
-            bytes_per_s_min=1 << 30,
+            limits=PullLimits(1, bytes_per_s_min=1 << 30, manifest_timeout_s=DEADLINE_S),
             slots=asyncio.Semaphore(1),
             limit_bytes=1,
             tls=ours,
