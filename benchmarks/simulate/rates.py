@@ -38,7 +38,7 @@ class Rates:
     host_bytes: float = 128 * GIB
     disk_bytes: float = 4096 * GIB
     pull_wait_s: float = 2.0
-    """What a turn waits for KV from elsewhere (`pull_wait_ms`): what takes longer is computed."""
+    """What a turn waits for KV from elsewhere (`lookup_wait_ms`): what takes longer is computed."""
 
     @property
     def save_wait_s(self) -> float:

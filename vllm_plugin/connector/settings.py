@@ -91,13 +91,8 @@ class ConnectorSettings(Bounds):
         return 1_000 * self.deadline_factor
 
     @property
-    def own_save_wait_ms(self) -> int:
-        """Maximum wait for KV that this engine is still saving: the next turn may come before the seal."""
-        return min(2_000 * self.deadline_factor, _LONGEST_WAIT_MS)
-
-    @property
-    def pull_wait_ms(self) -> int:
-        """Maximum wait for KV that the sidecar is pulling from another pod. Then the engine computes."""
+    def lookup_wait_ms(self) -> int:
+        """Maximum wait in the sidecar for KV that is being saved or pulled. The next turn may come before the seal."""
         return min(2_000 * self.deadline_factor, _LONGEST_WAIT_MS)
 
     @property

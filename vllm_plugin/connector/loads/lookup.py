@@ -129,8 +129,7 @@ class Lookups:
         self._counters = counters
         self._clock = clock
         self._tracer = tracer
-        limit_ms = max(settings.own_save_wait_ms, settings.pull_wait_ms)
-        self._limit_ms = limit_ms + limit_ms // _GRACE_SHARE
+        self._limit_ms = settings.lookup_wait_ms + settings.lookup_wait_ms // _GRACE_SHARE
         self._is_silent = False
         """Whether the last question ran out of time. Any answer, however late, ends the silence."""
         self._pool = TransferPool("lookups", threads=settings.lookup_threads, queue_limit=settings.queue_limit)
@@ -148,8 +147,8 @@ class Lookups:
             world_size=facts.world_size,
             cache_refs=refs,
             saving=saving,
-            wait_ms=settings.own_save_wait_ms if saving else 0,
-            pull_wait_ms=settings.pull_wait_ms,
+            wait_ms=settings.lookup_wait_ms if saving else 0,
+            pull_wait_ms=settings.lookup_wait_ms,
             compute_us_per_token=compute_us_per_token,
             bring=True,
             tokens_min=settings.match_tokens_min if settings.match_prefix else 0,
