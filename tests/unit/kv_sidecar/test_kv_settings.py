@@ -17,7 +17,8 @@ PROMPT = tuple(range(10))
 
 
 async def test_of_the_names_that_were_deleted_the_oldest_may_be_saved_again(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path, max_tombstones=1) as kv:
+    """A context has two names: its own and that of its prompt's end."""
+    async with SidecarUnderTest(tmp_path, max_tombstones=2) as kv:
         first, second = (new_save(PROMPT, now_ms=kv.clock.now_ms()) for _ in range(2))
         for new in (first, second):
             await kv.catalog.delete(TENANT, "", [new.cache_ref])
