@@ -282,17 +282,21 @@ class Blocks:
         return block or Block(key)
 
     @contextmanager
-    def step(self, block: Block, event: Literal["write", "read", "leave", "condemn"]) -> Iterator[None]:
-        """Have a settled block alone. The step says by `found` how the disk changed."""
-        block.phase = PHASES.after(block.phase, event)
-        self._blocks[block.key] = block
-        over = block.over = asyncio.Event()
+    def step(self, event: Literal["write", "read", "leave", "condemn"], *blocks: Block) -> Iterator[None]:
+        """Have settled blocks alone. The step says by `found` how the disk changed."""
+        over = asyncio.Event()
+        begun: list[Block] = []
         try:
+            for block in blocks:
+                block.phase = PHASES.after(block.phase, event)
+                self._blocks[block.key], block.over = block, over
+                begun.append(block)
             yield
         finally:
-            block.phase = PHASES.after(block.phase, "not on disk" if block.disk_bytes is None else "on disk")
-            block.over = None
-            self._forget_empty(block)
+            for block in begun:
+                block.phase = PHASES.after(block.phase, "not on disk" if block.disk_bytes is None else "on disk")
+                block.over = None
+                self._forget_empty(block)
             over.set()
 
     def found(self, block: Block, file: FileState, *, tenant: TenantId | None = None) -> int:
@@ -323,16 +327,20 @@ class Blocks:
         block.slot = None
 
     @contextmanager
-    def reserved(self, tenant: TenantId, size_bytes: int) -> Iterator[None]:
-        """Count a file that is being written. Raises StorageFull, ContextQuotaExceeded."""
-        if self._limit_bytes and self._stored_bytes + self._reserved_bytes + size_bytes > self._limit_bytes:
-            raise StorageFull("the disk tier has reached its limit")
-        self.check_tenant(tenant, size_bytes)
-        self._reserve(tenant, size_bytes)
+    def reserved(self, *files: tuple[TenantId, int]) -> Iterator[None]:
+        """Count the bytes of files that are being written. Raises StorageFull, ContextQuotaExceeded."""
+        counted: list[tuple[TenantId, int]] = []
         try:
+            for tenant, size_bytes in files:
+                if self._limit_bytes and self._stored_bytes + self._reserved_bytes + size_bytes > self._limit_bytes:
+                    raise StorageFull("the disk tier has reached its limit")
+                self.check_tenant(tenant, size_bytes)
+                self._reserve(tenant, size_bytes)
+                counted.append((tenant, size_bytes))
             yield
         finally:
-            self._reserve(tenant, -size_bytes)
+            for tenant, size_bytes in counted:
+                self._reserve(tenant, -size_bytes)
 
     def check_tenant(self, tenant: TenantId, size_bytes: int = 1) -> None:
         """Raise ContextQuotaExceeded when the tenant may not have so many more bytes."""

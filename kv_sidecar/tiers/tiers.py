@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -87,8 +87,8 @@ class _Incoming:
     slot: Slot | None
     """The lent slot that has it; None: it came in frames."""
     vouched: str = ""
-    block: Block | None = None
-    """Its record; None: the block is stored already."""
+    is_new: bool = False
+    """Whether no file of the block is stored yet."""
     copy: Slot | None = None
     """The slot that becomes the block's copy in memory."""
     checksum: str = ""
@@ -148,22 +148,21 @@ class Tiers:
             files = [it for it in files if ready.get(it.expected.key) is not it]
 
     async def _take_ready(self, files: Mapping[BlockKey, _Incoming]) -> None:
-        with ExitStack() as steps:
-            for key, it in files.items():
-                # The file of another save of the same block stays: its bytes are vouched for. This one is dropped.
-                if not self.blocks.checksum(key):
-                    steps.enter_context(self.blocks.reserved(it.expected.tenant, len(it.data)))
-                    it.block = self.blocks.get(key) or Block(key)
-                    steps.enter_context(self.blocks.step(it.block, "write"))
-                    it.copy = it.slot or self.memory.allocate(len(it.data))
+        # The file of another save of the same block stays: its bytes are vouched for. The new file is dropped.
+        new = [it for key, it in files.items() if not self.blocks.checksum(key)]
+        blocks = [self.blocks.get(it.expected.key) or Block(it.expected.key) for it in new]
+        sizes = [(it.expected.tenant, len(it.data)) for it in new]
+        with self.blocks.reserved(*sizes), self.blocks.step("write", *blocks):
+            for it in new:
+                it.is_new, it.copy = True, it.slot or self.memory.allocate(len(it.data))
             error = await self._threads.write(self._store, list(files.values()))
-            for it in files.values():
-                if it.block is not None and it.file is not None:
-                    self.blocks.found(it.block, it.file, tenant=it.expected.tenant if it.checksum else None)
-                if it.block is not None and it.checksum:
-                    it.block.checksum = it.checksum
+            for it, block in zip(new, blocks, strict=True):
+                if it.file is not None:
+                    self.blocks.found(block, it.file, tenant=it.expected.tenant if it.checksum else None)
+                if it.checksum:
+                    block.checksum = it.checksum
                     if it.copy is not None:
-                        self.blocks.keep_copy(it.block, it.copy)
+                        self.blocks.keep_copy(block, it.copy)
                 elif it.copy is not None and it.slot is None:
                     self.memory.free(it.copy)
         if error is not None:
@@ -207,7 +206,7 @@ class Tiers:
         block = await self.blocks.settled(key)
         if not block.is_stored or not block.checksum:
             return None
-        with self.blocks.step(block, "read"):
+        with self.blocks.step("read", block):
             try:
                 return await self._threads.run(self._read_copy, block)
             except (CorruptBlock, SidecarUnavailable, OSError):
@@ -253,9 +252,8 @@ class Tiers:
         return freed_bytes
 
     async def _remove(self, doomed: Sequence[Block]) -> int:
-        with ExitStack() as steps:
+        with self.blocks.step("leave", *doomed):
             for block in doomed:
-                steps.enter_context(self.blocks.step(block, "leave"))
                 self.blocks.drop_copy(block)
             files = await self._threads.write(self._delete, doomed)
             return sum(self.blocks.found(block, file) for block, file in zip(doomed, files, strict=True) if file)
@@ -266,7 +264,7 @@ class Tiers:
         if not block.is_stored:
             return
         block.checksum = None
-        with self.blocks.step(block, "condemn"):
+        with self.blocks.step("condemn", block):
             self.blocks.drop_copy(block)
             try:
                 self.blocks.found(block, await self._threads.write(self.disk.put_aside, key))
@@ -319,16 +317,15 @@ class Tiers:
         Says nothing of files that cannot be read: the load that asks for them finds out.
         """
         others, mine = [], []
-        with ExitStack() as steps:
-            for it in wanted:
-                block = self.blocks.get(it.key)
-                if block is None or not block.is_stored or block.in_memory is not None:
-                    continue
-                if block.over is not None:
-                    others.append(block.over)
-                elif (slot := self.memory.allocate(block.disk_bytes or 0)) is not None:
-                    steps.enter_context(self.blocks.step(block, "read"))
-                    mine.append((it, block, slot))
+        for it in wanted:
+            block = self.blocks.get(it.key)
+            if block is None or not block.is_stored or block.in_memory is not None:
+                continue
+            if block.over is not None:
+                others.append(block.over)
+            elif (slot := self.memory.allocate(block.disk_bytes or 0)) is not None:
+                mine.append((it, block, slot))
+        with self.blocks.step("read", *(block for _, block, _ in mine)):
             are_read = await self._threads.run(self._read_files, mine) if mine else []
             for (_, block, slot), is_read in zip(mine, are_read, strict=True):
                 if is_read:
@@ -374,7 +371,7 @@ class Tiers:
         block = await self.blocks.settled(it.key)
         if not block.is_stored:
             raise CacheRefNotFound(_MISSING)
-        with self.blocks.step(block, "read"):
+        with self.blocks.step("read", block):
             if (slot := block.in_memory) is not None:
                 self.memory.pin(slot)
                 try:
@@ -441,7 +438,7 @@ class Tiers:
 
     def _store_one(self, it: _Incoming) -> None:
         checksum = self._verified(it.data, it.expected, it.vouched)
-        if it.block is None:
+        if not it.is_new:
             return
         with self._metrics.io("write", "disk") as count_bytes:
             it.file = self.disk.put(it.expected.key, it.data)

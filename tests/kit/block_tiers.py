@@ -70,7 +70,7 @@ class DiskBlocks:
 
     def put(self, key: BlockKey, data: bytes | bytearray | memoryview, *, tenant: TenantId = "") -> None:
         block = self.blocks.get(key) or Block(key)
-        with self.blocks.reserved(tenant, len(data)), self.blocks.step(block, "write"):
+        with self.blocks.reserved((tenant, len(data))), self.blocks.step("write", block):
             try:
                 self.blocks.found(block, self.disk.put(key, data), tenant=tenant)
             except BaseException:
@@ -82,7 +82,7 @@ class DiskBlocks:
         if block is None:
             return None
         room = bytearray(block.disk_bytes or 0)
-        with self.blocks.step(block, "read"):
+        with self.blocks.step("read", block):
             try:
                 self.disk.read_into(key, memoryview(room))
             except FileNotFoundError:
@@ -94,13 +94,13 @@ class DiskBlocks:
         block = self.blocks.get(key)
         if block is None:
             return 0
-        with self.blocks.step(block, "leave"):
+        with self.blocks.step("leave", block):
             return self.blocks.found(block, self.disk.delete(key))
 
     def put_aside(self, key: BlockKey) -> None:
         block = self.blocks.get(key)
         if block is not None:
-            with self.blocks.step(block, "condemn"):
+            with self.blocks.step("condemn", block):
                 self.blocks.found(block, self.disk.put_aside(key))
 
     def size_bytes(self, key: BlockKey) -> int | None:

@@ -43,7 +43,7 @@ def test_every_step_ends_on_disk_or_not_and_begins_from_a_settled_phase() -> Non
 def test_a_block_that_is_not_stored_is_neither_read_nor_removed(event: str) -> None:
     blocks = Blocks(Memory(limit_bytes=0))
 
-    with pytest.raises(AssertionError, match="illegal"), blocks.step(Block(KEYS[0]), event):  # type: ignore[arg-type]  # an event
+    with pytest.raises(AssertionError, match="illegal"), blocks.step(event, Block(KEYS[0])):  # type: ignore[arg-type]  # an event
         pass
     assert blocks.get(KEYS[0]) is None
 
@@ -125,12 +125,12 @@ class BlockMachine(RuleBasedStateMachine):
         writing = sum(known.new_bytes or 0 for known in self.known.values() if known.event == "write")
         used = sum(known.disk_bytes or 0 for known in self.known.values()) + writing
         try:
-            stack.enter_context(self.blocks.reserved(tenant, size))
+            stack.enter_context(self.blocks.reserved((tenant, size)))
         except StorageFull:
             assert used + size > LIMIT_BYTES
             return
         assert used + size <= LIMIT_BYTES
-        stack.enter_context(self.blocks.step(block, "write"))
+        stack.enter_context(self.blocks.step("write", block))
         self.steps[key] = stack
         known.event, known.new_bytes = "write", size
         if fails:
@@ -163,7 +163,7 @@ class BlockMachine(RuleBasedStateMachine):
         if block is None or not self.settled(key) or known.disk_bytes is None:
             return
         self.steps[key] = ExitStack()
-        self.steps[key].enter_context(self.blocks.step(block, event))  # type: ignore[arg-type]  # an event
+        self.steps[key].enter_context(self.blocks.step(event, block))  # type: ignore[arg-type]  # an event
         known.event, known.new_bytes = event, known.disk_bytes if is_there else None
 
     @rule()
@@ -172,7 +172,7 @@ class BlockMachine(RuleBasedStateMachine):
             block = self.blocks.get(key)
             assert block is not None
             self.steps[key] = ExitStack()
-            self.steps[key].enter_context(self.blocks.step(block, "leave"))
+            self.steps[key].enter_context(self.blocks.step("leave", block))
             self.blocks.drop_copy(block)
             self.known[key].event, self.known[key].new_bytes = "leave", None
 

@@ -245,7 +245,7 @@ def test_the_count_follows_files_that_come_go_and_change_owner(changes: list[tup
         key = BlockKey("block", f"{number}" * 64, 0)
         block = blocks.get(key) or Block(key)
         try:
-            with blocks.reserved(tenant, size), blocks.step(block, "write"):
+            with blocks.reserved((tenant, size)), blocks.step("write", block):
                 assert blocks.tenant_bytes(tenant)[0] <= 100
                 blocks.found(block, FileState(size, None), tenant=tenant)
         except ContextQuotaExceeded:
