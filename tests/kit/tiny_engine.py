@@ -47,6 +47,8 @@ class Start:
     engine_args: dict[str, Any] = field(default_factory=dict)
     connector: dict[str, Any] = field(default_factory=dict)
     """More of `kv_connector_extra_config`."""
+    kv_transfer: dict[str, Any] = field(default_factory=dict)
+    """Fields of vLLM's KVTransferConfig for a connector that is not ours."""
 
 
 class TinyEngine:
@@ -112,7 +114,7 @@ class _Served:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        transfer = None
+        transfer = KVTransferConfig(**start.kv_transfer) if start.kv_transfer else None
         if start.sidecar:
             transfer = KVTransferConfig(
                 kv_connector="ContextCacheConnector",

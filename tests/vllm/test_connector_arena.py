@@ -212,9 +212,9 @@ def _answer_with(word: bytes, path: Path) -> None:
     [*(pytest.param(way, marks=pytest.mark.thorough) for way in (unlinked, ended_at_once)), without_a_descriptor],
 )
 def test_an_engine_that_is_refused_the_arena_computes(tmp_path: Path, refused: Callable[[Path], None]) -> None:
-    with running(tmp_path) as process:
+    with running(tmp_path) as process, ranks_of(process) as (first,):
+        manifest = saved(first)
         refused(Path(process.address.removeprefix("unix://") + SUFFIX))
         with ranks_of(process) as (rank,):
-            assert not comes_back(rank, saved(rank))
+            assert rank.run(load=load_plan(rank, manifest, NEW)).failed == {"engine-load"}
             assert rank.side.counters.get("refused_arenas") == 1
-            assert arena_of(process) not in arenas_of(os.getpid())

@@ -3,10 +3,10 @@
 The *ends* of a group are its smallest and its largest number: the *near* one is nearer to zero (the smallest, if both
 are as near), the other one is *far*. A number x has the code round((x - near) / (far - near) * steps), with 255 steps
 (`q8`) or 15 (`q4`), and comes back as near + code * ((far - near) / steps), rounded to its type. The ends are kept in
-that type, so they come back exactly, and everything between as what is coded the same again: numbers that were coded
+that type, so they come back exactly, and a number between them has the same code the next time: numbers that were coded
 once can be coded any number of times and stay as they are. The bytes are in docs/project/formats.md.
 
-A page stays opaque: what its numbers mean, and their order, is not looked at. Runs in transfer threads, on so few
+A page stays opaque: the codec knows neither meaning nor order of its numbers. Runs in transfer threads, on so few
 numbers at a time that torch stays in the calling thread, and lets go of the interpreter's lock meanwhile.
 """
 
@@ -27,11 +27,11 @@ Ends: TypeAlias = npt.NDArray[np.floating]
 
 STEPS = {"q8": 255, "q4": 15}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-"""What a page's numbers may be."""
+"""Types of a page's numbers."""
 GROUP_NUMBERS = 64
 """32: a tenth more bytes; 128: a quarter more error."""
 TINY = 2.0**-100
-"""Numbers of a group that are no further apart come back as one of them: what they are multiplied by has no place."""
+"""Smallest width of a group: the factor of a smaller one would overflow, so its numbers come back as its near end."""
 _AT_ONCE = 32_768
 """Numbers of one operation. With more torch would call other threads, whose cores are the engine's."""
 
@@ -55,7 +55,7 @@ class PageCodec:
         return self._ends_bytes + sum(groups * self._code_bytes(size) for groups, size in self._parts)
 
     def encode(self, pages: Rows, coded: Rows) -> None:
-        """Code whole pages into rows of `coded_bytes`. Raises NotFinite; then what is in them has no meaning."""
+        """Code whole pages into rows of `coded_bytes`. Raises NotFinite; then the rows have no meaning."""
         room = torch.empty(_AT_ONCE, dtype=self._computed)
         for numbers, ends, codes in self._stretches(pages, coded):
             values = room[: numbers.numel()].view(numbers.shape).copy_(numbers)
@@ -112,7 +112,7 @@ class PageCodec:
         return size if self.name == "q8" else -(-size // 2)
 
     def _stretches(self, pages: Rows, coded: Rows) -> Iterator[tuple[torch.Tensor, Rows, Rows]]:
-        """Yield what is coded at once: numbers `[pages, groups, size]`, where their ends and their codes are."""
+        """Yield stretches that are coded at once: numbers `[pages, groups, size]`, their ends and their codes."""
         item_bytes = self._dtype.itemsize
         end, code, number = 0, self._ends_bytes, 0
         for num_groups, size in self._parts:

@@ -1,4 +1,4 @@
-"""Layers whose pages are stored in fewer bits: what they are copied to and from is what a file holds.
+"""Layers whose pages are stored in fewer bits: a copy moves between the engine's numbers and a file's codes.
 
 Only pages with a token in every slot are coded: they never change again, so their numbers are coded once, however
 often a context is restored and saved. The last page of a context is stored as it is until it is full; so are states,
@@ -41,7 +41,7 @@ class CodedLayers(PagedLayers):
         self._layers = layers
         self.shapes, self.planes = layers.shapes, layers.planes
         self.uncoded: list[str] = []
-        """Why groups are stored as they are, each a short fixed phrase."""
+        """Reasons for groups without a codec, each a short fixed phrase."""
         groups = zip(kinds, layers.shapes, layers.planes, strict=True)
         self._codecs = [self._codecs_of(kind, own, planes, name) for kind, own, planes in groups]
         self._own = threading.local()
@@ -57,7 +57,7 @@ class CodedLayers(PagedLayers):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the fingerprint must say: nothing where nothing is coded."""
+        """Facts of the fingerprint; none where nothing is coded."""
         found = {(codec.name, codec.group_numbers) for codecs in self._codecs for codec in codecs}
         return {"codec": sorted(found)} if found else {}
 
@@ -133,7 +133,7 @@ class CodedLayers(PagedLayers):
             start = end
 
     def _room(self, copy: PageCopy) -> Pages:
-        """Return memory for pages as they are, this thread's until it asks again."""
+        """Return memory for uncoded pages, this thread's until its next call."""
         size_bytes = self._layers.stored(copy.group, copy.num_pages, 0).size_bytes
         if not hasattr(self._own, "room") or len(self._own.room) < size_bytes:
             self._own.room = np.empty(size_bytes, dtype=np.uint8)
@@ -143,7 +143,7 @@ class CodedLayers(PagedLayers):
 
 @dataclass(frozen=True, slots=True)
 class _LayerPart:
-    """One layer's pages as they are, and as a file has them."""
+    """One layer's pages in the engine's form and in the file's."""
 
     codec: PageCodec
     pages: Rows
@@ -151,7 +151,7 @@ class _LayerPart:
     stored: Pages
     """All of the layer's bytes in the file."""
     coded: Rows
-    """Those of its rows that move."""
+    """Coded rows that move."""
     coded_pages: slice
     uncoded: Rows
     uncoded_pages: slice

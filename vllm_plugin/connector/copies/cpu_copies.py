@@ -22,7 +22,6 @@ from vllm_plugin.connector.copies.pages import (
     PagedLayers,
     Pages,
     Spent,
-    page_bytes,
 )
 
 Blocks: TypeAlias = npt.NDArray[np.uint8]
@@ -31,7 +30,7 @@ Blocks: TypeAlias = npt.NDArray[np.uint8]
 _RUNS_MAX = 8
 """Above so many runs of neighbouring blocks, one indexed copy a layer is cheaper than one slice a run."""
 _AT_ONCE_BYTES = 1 << 20
-"""Of one copy: what was copied is compared while it is still in the core's cache."""
+"""Bytes of one copy: its checksum is made while the bytes are in the core's cache."""
 
 
 class HostLayers(PagedLayers):
@@ -69,7 +68,7 @@ class HostLayers(PagedLayers):
 
     @override
     def scatter(self, copies: Sequence[PageCopy], spent: Spent | None = None) -> list[Landed]:
-        """Compare nothing: return the checksum of the bytes behind their copy, while a core has them in its cache."""
+        """Make each stretch's checksum behind its copy, while the core has the bytes in its cache."""
         spent = spent or Spent()
         began_s, landed = time.perf_counter(), list[Landed]()
         for copy in copies:
@@ -91,7 +90,7 @@ class HostLayers(PagedLayers):
 
     def _stretches(self, copy: PageCopy) -> Iterator[tuple[Blocks, Pages, Blocks]]:
         """Yield some layers' blocks, all their pages in the copy, and of those the ones that are copied."""
-        assert len(copy.pages) == copy.num_pages * page_bytes(self.shapes[copy.group]), "pages of all layers"
+        assert len(copy.pages) == copy.num_pages * sum(self.planes[copy.group]), "pages of all layers"
         start = 0
         for band in self._bands[copy.group]:
             layer_bytes = copy.num_pages * math.prod(band.shape[2:])
@@ -108,7 +107,7 @@ class HostLayers(PagedLayers):
 def _bands(views: Sequence[Blocks]) -> list[Blocks]:
     """Return `[layers, B, …]` of each run of layers that lie at equal distances in memory, as an allocator puts them.
 
-    One copy then moves a block of all of them, where one a layer would ask for Python's lock each time.
+    One copy then moves a block of all of them. A copy for each layer would take Python's lock each time.
     """
     bands: list[Blocks] = []
     first = 0

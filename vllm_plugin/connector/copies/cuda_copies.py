@@ -121,7 +121,7 @@ class DeviceLayers(PagedLayers):
         return landed
 
     def _moved(self, copies: Sequence[PageCopy], spent: Spent, *, from_device: bool) -> list[Landed]:
-        """Copy in waves; return proofs of what the device has read, made behind its reading."""
+        """Copy in waves; return proofs, made behind the device's reading."""
         began_s, worked_s = time.perf_counter(), time.thread_time()
         digested = [copy for copy in _by_group(copies) if copy.proof == "digests"]
         blocks = [(self._views[group], _ids(several)) for group, several in groupby(digested, key=_group)]
@@ -135,7 +135,7 @@ class DeviceLayers(PagedLayers):
             spent.submit_s += submitted_s - began_s
             spent.gil_s += max(submitted_s - began_s - (time.thread_time() - worked_s), 0)
         finally:
-            # Whatever went wrong: the blocks are the caller's again when nothing touches them any more.
+            # In every case the blocks are the caller's again only when nothing touches them any more.
             for wait in waits:
                 wait()
         made = iter(take_digests().view(np.uint64).tolist() if take_digests is not None else ())

@@ -31,7 +31,7 @@ _SMALL_BYTES = 28 << 10
 """Copies of less, on the average, are brought together on the device (THRESHOLD_BYTES of vLLM 0.32
 v1/kv_offload/cpu/swap_blocks_triton.py). Measured on an H200: those of 64 KiB are faster one by one."""
 _WORD_BYTES, _CHUNK_BYTES, _JOBS = 8, 8192, 16
-"""Of vLLM's kernel: what it moves, at a time, and a number of jobs for which it is compiled once."""
+"""Constants of vLLM's kernel: size of a word, bytes at a time, and a number of jobs for which it is compiled once."""
 _PROGRAMS_MAX = 1024
 
 
@@ -39,7 +39,7 @@ class CudaDriver(Driver):
     """Copies with vLLM's `swap_blocks_batch`: one call of cuMemcpyBatchAsync."""
 
     def __init__(self, device: torch.device) -> None:
-        """Load vLLM's kernels. Raises UncarriedEngine where it lacks what is needed."""
+        """Load vLLM's kernels. Raises UncarriedEngine where vLLM lacks one."""
         try:
             from vllm._custom_ops import swap_blocks_batch  # loads vLLM's kernels: on a GPU only
             from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary  # as above
@@ -67,11 +67,11 @@ class CudaDriver(Driver):
         if after is not None:
             stream.wait_event(after)
         held: list[torch.Tensor] = []
-        done = torch.cuda.Event(blocking=True)  # else whoever waits keeps a core busy
+        done = torch.cuda.Event(blocking=True)  # else a thread that waits keeps a core busy
         with torch.cuda.stream(stream):
             try:
                 self._copy(sources, targets, sizes, held, from_device=from_device)
-                # With a driver older than CUDA 12.8 the op copies one by one, and does not say what was refused.
+                # With a driver older than CUDA 12.8 the op copies one by one, and hides a refusal.
                 self._require(self._take_error(), "copying")
                 done.record(stream)
             except BaseException:
@@ -227,10 +227,10 @@ class CudaDriver(Driver):
         with torch.cuda.device(self._device):
             self._require(torch.cuda.cudart().cudaHostUnregister(address), "cudaHostUnregister")
 
-    def _require(self, error: Any, what: str) -> None:
+    def _require(self, error: Any, call: str) -> None:
         if int(error):
             self._take_error()  # else the thread's next call is told of it
-            raise RuntimeError(f"{what}: CUDA error {int(error)}")
+            raise RuntimeError(f"{call}: CUDA error {int(error)}")
 
     @override
     def staging(self, size_bytes: int) -> Pages:

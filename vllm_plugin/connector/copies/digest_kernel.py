@@ -28,7 +28,7 @@ def _add_digests(addresses, odd, found, num_words, WORDS: tl.constexpr):  # type
 
 
 def page_digests_by_kernel(planes: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """Return what `page_digests` does; it makes those of pages that are not whole words in one stretch."""
+    """Return the digests of `page_digests`, which makes them where a page is not whole words in one stretch."""
     sizes = [plane[0].numel() for plane in planes]
     if not all(
         plane[0].is_contiguous() and not (size | plane.stride(0) | plane.data_ptr()) % _WORD_BYTES

@@ -1,4 +1,4 @@
-"""What vLLM registers as KV caches, as layers whose pages can be copied. The only place that knows their shapes.
+"""KV caches that vLLM registers, as layers whose pages can be copied. The only place that knows their shapes.
 
 vLLM registers one tensor a layer, a strided view that is logically `[B, H, N, C]`: block, kv head, token in block,
 K then V content. When the attention kernel wants smaller blocks than the engine allocates, dimension 0 is
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 def open_layers(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, groups: Sequence[Sequence[str]]) -> PagedLayers:
     """Return the layers of `register_kv_caches`; `groups` are the names of their layers.
 
-    Raises UncarriedEngine for what has no pages.
+    Raises UncarriedEngine for a layer without pages.
     """
     shapes, views = layer_views(kv_caches, num_blocks, groups)
     devices = {view.device for own in views for view in own}

@@ -125,7 +125,7 @@ class PagedLayers(Protocol):
 
     def stored(self, group: int, num_pages: int, num_full: int) -> Stored:  # noqa: ARG002  # plain pages are all alike
         """Return the form of so many pages; the first `num_full` have a token in every slot."""
-        return Stored(num_pages * page_bytes(self.shapes[group]))
+        return Stored(num_pages * sum(self.planes[group]))
 
     def gather(self, copies: Sequence[PageCopy]) -> list[tuple[int, ...]]:
         """Copy blocks over their pages, which are in place on return; return each file's digests, if there are any."""

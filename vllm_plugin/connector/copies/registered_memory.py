@@ -35,7 +35,7 @@ class Registrar(Protocol):
         ...
 
     def unregister(self, address: int) -> None:
-        """Undo it for what was registered at this address. Raises RuntimeError."""
+        """Unpin the memory that begins at this address. Raises RuntimeError."""
         ...
 
 
@@ -52,7 +52,7 @@ class RegisteredMemory:
     def add(self, memory: memoryview, *, owner: object) -> None:
         """Begin to register page-aligned memory; it is let go of, and kept mapped until then, when `owner` has gone.
 
-        Whoever copies holds `owner`: nothing is unregistered under a copy. Raises RuntimeError without a thread.
+        A thread that copies holds `owner`: nothing is unregistered under a copy. Raises RuntimeError without a thread.
         """
         gone = threading.Event()
         weakref.finalize(owner, gone.set).atexit = False

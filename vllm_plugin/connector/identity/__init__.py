@@ -1,1 +1,1 @@
-"""What KV was computed with: weights, adapters, settings, groups of layers. KV that differs in any is never loaded."""
+"""Identity of KV: its weights, adapters, settings and groups of layers. KV that differs in any is never loaded."""

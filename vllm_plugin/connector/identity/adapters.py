@@ -1,8 +1,8 @@
-"""LoRA adapters by what they hold: which one a request is computed with, and whether that can be told.
+"""LoRA adapters by their content: the adapter of a request, and whether the connector can name it.
 
 vLLM knows an adapter by a name and a number, both of which may come to mean other weights: a file is written over, an
-adapter is loaded in place, is evicted and read again. So what counts is the digest of what the worker holds in memory.
-A name is carried while all that was ever loaded under it in this engine was the same, and its number nobody else's:
+adapter is loaded in place, is evicted and read again. So the digest of the worker's copy in memory counts.
+A name is carried while all that was ever loaded under it in this engine was the same, and no other name had its number:
 then every KV under that name, vLLM's own prefix cache included, is of that content. The first difference ends it, for
 as long as the engine lives (ADR 0047).
 """
@@ -28,21 +28,21 @@ from vllm_plugin.connector.transfer import TransferPool
 log = logging.getLogger(__name__)
 
 UNKNOWN, CHANGED = "adapter_unknown", "adapter_changed"
-"""Why an adapter's requests are left alone: what it holds cannot be told; its name has meant several things."""
+"""Reasons for leaving an adapter's requests alone: its content is not known; its name has meant several contents."""
 _DIGEST_CHARS = 48
-"""With the engine's fingerprint it fits what a fingerprint may be long."""
+"""Length of a content's digest: with the engine's fingerprint it fits the longest fingerprint."""
 _MOST_NAMES = 65_536
-"""That are remembered in an engine's life; what is beyond is left alone."""
+"""Names that are remembered in an engine's life; later names are left alone."""
 _MOST_LOADS = 1024
 """Those last heard of: others are asked for, or read, again."""
 _QUEUE_LIMIT = 64
 _SETTINGS = ("lora_dtype", "target_modules", "fully_sharded_loras", "bias_enabled", "enable_tower_connector_lora")
-"""Of vLLM's LoRAConfig: what makes another computation of the same adapter."""
+"""Fields of vLLM's LoRAConfig that change the computation of an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterWord:
-    """What one rank says of an adapter. Neither digest nor reason: it is being read."""
+    """One rank's word about an adapter. Neither digest nor reason: it is being read."""
 
     rank: int
     adapter_id: int
@@ -50,7 +50,7 @@ class AdapterWord:
     """Under which it was loaded; empty: it is not."""
     digest: str = ""
     reason: str = ""
-    """Why its requests are left alone."""
+    """Reason for leaving its requests alone."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class LoadedAdapters:
             _watch(self)
 
     def seen(self, request: Any, adapter: Any) -> None:
-        """Take note that vLLM is about to use an adapter: its LoRARequest, and what it has in memory for it."""
+        """Note an adapter that vLLM is about to use: its LoRARequest, and vLLM's copy in memory."""
         adapter_id, name = int(request.lora_int_id), str(request.lora_name)
         with self._lock:
             load = self._loads.get(adapter_id)
@@ -113,12 +113,12 @@ class LoadedAdapters:
             self._news.update(self._loads)
 
     def ask(self, adapter_ids: Iterable[int]) -> None:
-        """Say with the next words what is known of these."""
+        """Report these with the next words."""
         with self._lock:
             self._news.update(adapter_ids)
 
     def take_words(self) -> tuple[AdapterWord, ...]:
-        """Return what is new or was asked for since the last call."""
+        """Return words that are new or were asked for since the last call."""
         if not self._news:
             return ()
         with self._lock:
@@ -134,14 +134,14 @@ class LoadedAdapters:
             return is_it and is_read and self._contents.get(adapter.name) == adapter.digest
 
     def is_loaded(self, adapter: Adapter) -> bool:
-        """Return whether what `holds` is also in vLLM's memory now: else its file is read again, whatever is there."""
+        """Return whether `holds` is true and vLLM has the adapter in memory now: else it reads the file again."""
         with self._lock:
             load = self._loads.get(adapter.adapter_id)
             is_there = load is not None and load.adapter() is not None
         return is_there and self.holds(adapter)
 
     def close(self, timeout_s: float) -> bool:
-        """Drop what waits; return whether the thread has ended."""
+        """Drop waiting work; return whether the thread has ended."""
         return self._pool.close(timeout_s)
 
     def _word(self, adapter_id: int) -> AdapterWord:
@@ -184,7 +184,7 @@ class LoadedAdapters:
 
 
 class KnownAdapters:
-    """What the scheduler has heard of adapters. The engine's thread alone."""
+    """The scheduler's knowledge of adapters. The engine's thread alone."""
 
     def __init__(self) -> None:
         self._words: dict[int, dict[int, AdapterWord]] = {}
@@ -240,7 +240,7 @@ class KnownAdapters:
 
 
 def content_digest(adapter: Any, settings: Mapping[str, str]) -> str:
-    """Return hex of what vLLM has in memory for an adapter (its LoRAModel). Raises TypeError for what is unknown."""
+    """Return a hex digest of vLLM's copy of an adapter (its LoRAModel). Raises TypeError for an unknown part."""
     digest = hashlib.sha256(b"context-cache adapter 1\n")
     _feed(digest.update, settings)
     _feed(digest.update, {name: value for name, value in vars(adapter).items() if name != "id"})
@@ -292,7 +292,7 @@ def are_mixed_up(vllm_config: Any) -> bool:
 
 
 def _watch(adapters: LoadedAdapters) -> None:
-    """Have `adapters` see what vLLM uses from now on.
+    """Have `adapters` see every adapter that vLLM uses from now on.
 
     vLLM tells connectors nothing of adapters. Its worker's manager is asked for each adapter of each step, by
     `add_adapter`; where that is not so nothing is seen, and requests with adapters are left alone.

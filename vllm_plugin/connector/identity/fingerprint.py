@@ -2,7 +2,7 @@
 
 Equal on all ranks of an engine, because a manifest has one. Left out on purpose: the physical layout but for the order
 of bytes in a page, ranks, ports, and vLLM's block hash seed and algorithm (we match token ids, never vLLM's hashes).
-KV of requests with a LoRA adapter is under this fingerprint and the adapter's own (adapters.py): what stands under
+KV of requests with a LoRA adapter is under this fingerprint and the adapter's own (adapters.py): KV under
 this one alone is the base model's. The scheduler's half decides which one the engine's KV goes under now.
 """
 
@@ -32,7 +32,7 @@ _VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "_at
 def engine_groups(
     vllm_config: Any, groups: Sequence[LayerGroup], shapes: Sequence[Sequence[LayerShape]]
 ) -> tuple[EngineGroup, ...]:
-    """Return the groups with what names them: the one group of a plain engine has no name, as before there were more.
+    """Return the groups with their names: the one group of a plain engine has no name, as before there were more.
 
     Under pipeline parallelism each rank has its own layers, so their names give way to the group's position.
     """
@@ -56,7 +56,7 @@ def engine_facts(
     weights: str | None,
     weights_epoch: str,
 ) -> dict[str, Any]:
-    """Return what the fingerprint covers, as JSON values. `weights`: what they are (weights.py), None: not known.
+    """Return the facts of the fingerprint, as JSON values. `weights`: their identity (weights.py), None: not known.
 
     Under pipeline parallelism each rank has its own layers, so their names give way to the set of their shapes;
     the rank in a block file and the page count keep ranks apart.
@@ -125,7 +125,7 @@ def _layer(shape: LayerShape) -> list[Any]:
 
 
 def _computed_by(model: Any, load: Any) -> dict[str, Any]:
-    """Return what of an engine's own settings makes other KV of the same files (vLLM 0.32 ModelConfig.compute_hash).
+    """Return the engine's settings that change the KV of the same files (vLLM 0.32 ModelConfig.compute_hash).
 
     The window's length too: LongRoPE and Llama 4 compute otherwise for a longer one.
     """
@@ -139,7 +139,7 @@ def _computed_by(model: Any, load: Any) -> dict[str, Any]:
 
 
 def _config_hash(hf_config: Any) -> str | None:
-    """Hash what the model is: rope, windows, sizes."""
+    """Hash the model's configuration: rope, windows, sizes."""
     return _hash({key: value for key, value in hf_config.to_dict().items() if key not in _VOLATILE_CONFIG_KEYS})
 
 
@@ -153,7 +153,7 @@ def _hash(values: Any) -> str | None:
 
 
 def _machine() -> str:
-    """Return what decides the byte order inside pages beyond the backend: the CPU's widest vectors."""
+    """Return the fact that decides the byte order inside pages beyond the backend: the CPU's widest vectors."""
     if torch.cuda.is_available():
         return "cuda"
     return f"cpu/{torch.backends.cpu.get_cpu_capability()}"
@@ -166,7 +166,7 @@ _EPOCH = "weights_epoch"
 class EngineIdentity:
     """The fingerprint an engine's KV goes under now: learned from its ranks, moved when its weights may have changed.
 
-    The scheduler's half alone decides it; workers adopt what they are told. A moved fingerprint holds a random epoch:
+    The scheduler's half alone decides it; workers adopt it. A moved fingerprint holds a random epoch:
     KV made under it is never mixed up with any other, and dies with the engine. After a restart the weights are those
     of the files again, and so is the fingerprint. Not thread-safe: the engine's thread alone.
     """
@@ -179,7 +179,7 @@ class EngineIdentity:
         self._news = ""
 
     def learn(self, ranks: Iterable[RankFacts]) -> bool:
-        """Take what the workers are; return whether they agree.
+        """Take the workers' facts; return whether they agree.
 
         Weights that one of them could not look into are new weights: the epoch moves.
         """
@@ -197,7 +197,7 @@ class EngineIdentity:
         return True
 
     def move(self) -> None:
-        """Let nothing that was saved before be loaded, by a fingerprint nobody has."""
+        """Take a fingerprint that no saved KV has: nothing that was saved before is loaded."""
         if self.facts is None:
             return
         document = json.loads(self.facts.fingerprint_json)

@@ -48,7 +48,7 @@ class UnreadableWeights(Exception):  # a finding that the caller turns into "not
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was read, and how much."""
+    """Digest of the samples, and their number and size."""
 
     sha256: str
     num_files: int
@@ -76,7 +76,7 @@ class _File:
     """Empty: not told apart."""
 
     def reads(self, pieces_per_tensor: int) -> Iterator[_Read]:
-        """Yield what is read of it beside the header, `pieces_per_tensor` pieces of each tensor at most."""
+        """Yield the reads beside the header, `pieces_per_tensor` of each tensor at most."""
         if self.tensors:
             for tensor in self.tensors:
                 yield from _pieces(tensor, min(pieces_per_tensor, PIECES_PER_TENSOR))
@@ -118,7 +118,7 @@ def _sample(root: Path, ignored: Sequence[str], ends_at_s: float) -> Sample:
 
 
 def _weight_files(root: Path, ignored: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """Yield path and relative name of what may be loaded; a superset: a file more makes a miss, one less a lie."""
+    """Yield path and relative name of files that may be loaded: one too many makes a miss, one too few a wrong hit."""
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
         for name in names:
@@ -140,7 +140,7 @@ def _open(found: tuple[Path, str]) -> _File:
 
 
 def _header(descriptor: int, size_bytes: int) -> bytes:
-    """Return a safetensors file's JSON, or nothing for what is none."""
+    """Return a safetensors file's JSON; empty for another format."""
     prefix = os.pread(descriptor, 8, 0)
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > min(_HEADER_BYTES_MAX, size_bytes - 8):
@@ -184,7 +184,7 @@ def _digest(path: Path, reads: Sequence[_Read], ends_at_s: float) -> bytes:
     """Hash pieces; their lengths follow from the header, so they need no marks between them."""
     descriptor, digest = os.open(path, os.O_RDONLY | os.O_CLOEXEC), hashlib.sha256()
     try:
-        # Else a cold file is read ahead, many times what is asked for.
+        # Else the kernel reads a cold file ahead, many times as much.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         for offset, length in reads:
             if time.monotonic() > ends_at_s:

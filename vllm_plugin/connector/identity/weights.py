@@ -1,6 +1,6 @@
-"""What an engine's weights *are*, as short text for the fingerprint: a digest of their files, or the hub's commit.
+"""Identity of an engine's weights, as short text for the fingerprint: a digest of their files, or the hub's commit.
 
-Equal on all ranks: each reads all files. What cannot be looked into is not guessed at: `None`, and the scheduler's
+Equal on all ranks: each reads all files. Weights that cannot be read are `None`: the scheduler's
 half takes the weights for new at every start.
 """
 
@@ -41,7 +41,7 @@ engine, a plugin) read elsewhere."""
 
 
 def weights_identity(vllm_config: Any) -> str | None:
-    """Return what the engine's weights are, a draft model's included; None when that cannot be told."""
+    """Return the identity of the weights, a draft model's included; None where it is not known."""
     ends_at_s = time.monotonic() + _TIMEOUT_S
     found = [_identity(model, load, ends_at_s) for model, load in models(vllm_config)]
     return None if None in found else " ".join(map(str, found))
@@ -60,7 +60,7 @@ def models(vllm_config: Any) -> Iterator[tuple[Any, Any]]:
 def _identity(model: Any, load: Any, ends_at_s: float) -> str | None:
     load_format = str(load.load_format)
     if load_format == "dummy" and model.quantization is None:
-        # Random from a fixed seed: equal for an equal configuration. Quantised ones hold what lay in memory.
+        # Random from a fixed seed: equal for an equal configuration. Quantised weights hold bytes that lay in memory.
         return "dummy"
     # Set where the directory holds the configuration only, and the weights come from an object store.
     uri = getattr(model, "model_weights", None)

@@ -31,7 +31,7 @@ from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import NO_TRACER, Tracer, fail
 from kv_sidecar.client import BlockFile, check_head, parse_block_file
-from vllm_plugin.connector.copies.pages import Fence, PageCopy, PagedLayers, Spent, page_bytes
+from vllm_plugin.connector.copies.pages import Fence, PageCopy, PagedLayers, Spent
 from vllm_plugin.connector.metadata import LoadPlan, Piece
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -149,7 +149,7 @@ class _Arrival(NamedTuple):
 class Loader:
     """Carries out loads for one rank."""
 
-    def __init__(  # noqa: PLR0913  # what a rank's threads share, by name
+    def __init__(  # noqa: PLR0913  # parts that a rank's threads share, by name
         self,
         *,
         settings: ConnectorSettings,
@@ -408,7 +408,7 @@ class Loader:
                 raise CorruptBlock("the slot was lent to another writer")
 
     def _piece_bytes(self, piece: Piece) -> int:
-        return len(piece.block_ids) * page_bytes(self._layers.shapes[piece.file.group])
+        return len(piece.block_ids) * sum(self._layers.planes[piece.file.group])
 
     def _remaining_s(self, load: Load) -> float:
         remaining_ms = load.deadline_ms - self._clock.now_ms()
