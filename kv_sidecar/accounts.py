@@ -184,7 +184,7 @@ class UsageMeter:
 
 
 class Announcements:
-    """Waiters by name. Past `max_waiters` nobody waits: the answer is then "not yet" at once."""
+    """Waiters by name. Beyond `max_waiters` a further call gets the answer "not yet" at once."""
 
     def __init__(self, *, max_waiters: int) -> None:
         self._max_waiters = max_waiters
@@ -192,7 +192,7 @@ class Announcements:
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
 
     def announce(self, name: str) -> None:
-        """Wake everyone who waits for the name now."""
+        """Wake all waiters of the name."""
         for waiter in self._waiters.pop(name, ()):
             if not waiter.done():
                 waiter.set_result(None)
