@@ -1,1 +1,1 @@
-"""What is sealed: the manifests' files, the index over them, and which of it a prompt begins like. Holds no KV."""
+"""Sealed contexts: the manifests' files, their index, and the search by the beginning of a prompt. Holds no KV."""

@@ -1,8 +1,6 @@
-"""What the catalog knows without reading a file: all sealed manifests, who holds which block, and names for a while.
+"""Index of the sealed manifests, and names that are remembered for a while. One event loop; bounded.
 
-Token ids are not kept here, but for tails: a manifest's file is read, and verified, each time it is opened. Names are
-those of deleted contexts (tombstones), of saves that were dropped, and of what somebody waits for. One event loop;
-bounded.
+The index keeps token ids of tails only: a manifest's file is read, and verified, each time it is opened.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class ManifestRecord:
 
 
 def record_of(manifest: Manifest) -> ManifestRecord:
-    """Return what is kept of a manifest."""
+    """Return the record of a manifest."""
     return ManifestRecord(
         cache_ref=manifest.cache_ref,
         tenant=manifest.tenant,
@@ -123,7 +121,7 @@ class ManifestIndex:
         return [self._records[ref] for ref in self._sessions.get((tenant, session_id), ())]
 
     def groups(self, tenant: TenantId) -> list[SessionId]:
-        """Return a tenant's groups of kept KV; looks at all sessions, for whoever wants a list."""
+        """Return a tenant's groups of kept KV, for a list; looks at all sessions."""
         return [name for owner, name in self._sessions if owner == tenant and name.startswith(KEPT_PREFIX)]
 
     def of_refs(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> list[ManifestRecord]:
@@ -153,8 +151,8 @@ class RecentNames(Generic[Name]):
     def __init__(self, *, keep_ms: int, max_names: int) -> None:
         self._keep_ms = keep_ms
         self._max_names = max_names
-        self._added: OrderedDict[Name, tuple[int, Hashable]] = OrderedDict()
-        """When, in Unix time in ms, and whose."""
+        self._added: OrderedDict[Name, int] = OrderedDict()
+        """Times of the names, Unix time in ms."""
 
     def __len__(self) -> int:
         return len(self._added)
@@ -163,35 +161,22 @@ class RecentNames(Generic[Name]):
         """Return whether the name was remembered when old ones were last forgotten."""
         return name in self._added
 
-    def add(self, name: Name, now_ms: int, *, owner: Hashable = None) -> None:
-        """Remember a name from now on, as its last owner's."""
-        self._added[name] = (now_ms, owner)
+    def add(self, name: Name, now_ms: int) -> None:
+        """Remember a name from now on."""
+        self._added[name] = now_ms
         self._added.move_to_end(name)
-        self.forget_old(now_ms)
+        self._forget_old(now_ms)
         while len(self._added) > self._max_names:
             self._added.popitem(last=False)
 
-    def discard(self, name: Name) -> None:
-        """Forget a name."""
-        self._added.pop(name, None)
-
-    def take(self, owner: Hashable) -> list[Name]:
-        """Forget an owner's names and return them; looks at all."""
-        names = [name for name, (_, whose) in self._added.items() if whose == owner]
-        for name in names:
-            del self._added[name]
-        return names
-
     def added_at_ms(self, name: Name, now_ms: int) -> int | None:
         """Return when the name was last added (Unix time in ms), or None when it is not, or no longer, remembered."""
-        self.forget_old(now_ms)
-        added = self._added.get(name)
-        return None if added is None else added[0]
+        self._forget_old(now_ms)
+        return self._added.get(name)
 
-    def forget_old(self, now_ms: int) -> None:
-        """Forget what is older than `keep_ms`."""
+    def _forget_old(self, now_ms: int) -> None:
         while self._added:
-            name, (added_at_ms, _) = next(iter(self._added.items()))
+            name, added_at_ms = next(iter(self._added.items()))
             if now_ms - added_at_ms < self._keep_ms:
                 break
             del self._added[name]

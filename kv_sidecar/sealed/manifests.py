@@ -29,7 +29,7 @@ from kv_sidecar.tiers.store import IoThreads
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 4
-"""Some 5 MB each for 128 000 tokens."""
+"""Manifests in memory, about 5 MB each for 128 000 tokens."""
 SWEPT_AT_ONCE = 100
 """Manifests removed while seals, touches and deletes wait."""
 
@@ -42,7 +42,7 @@ class SealedManifests:
         self._threads = threads
         self.index = ManifestIndex(blocks, refs)
         self._read_last: dict[CacheRef, tuple[ManifestRecord, Manifest]] = {}
-        """Those read or written last, oldest first, each with its record then: one that changed is another."""
+        """Manifests read or written last, oldest first, each with the record of that time."""
         self._lock = asyncio.Lock()
         """Held while manifest files change, so that a late seal or touch never undoes a delete. Waits for the local
         disk only, never for the network."""
@@ -55,7 +55,7 @@ class SealedManifests:
         `vouch` is told of each of the others, in a thread. Raises SidecarUnavailable for a fault that passes.
         """
         usable, doomed = await self._threads.run(self._read_all, is_stored, vouch, now_ms)
-        # A life that slides ends last for what was used last.
+        # An expiry that slides is the latest for the context that was used last.
         for record in sorted(usable, key=lambda record: record.expires_at_ms):
             self.index.add(record)
         await self._threads.write(self._delete_each, doomed)
@@ -71,7 +71,7 @@ class SealedManifests:
     async def read(self, record: ManifestRecord, *, again: bool = False) -> Manifest | None:
         """Return the manifest of a record; None when its file is gone, or bad and therefore put aside.
 
-        `again`: what was read or written a moment ago serves too, as between a load's question and its start.
+        `again`: a manifest read or written a moment ago serves too, as between a question and its load.
         """
         before = self._read_last.pop(record.cache_ref, None)
         if again and before is not None and before[0] is record:
@@ -97,7 +97,7 @@ class SealedManifests:
     async def publish(self, plan: Callable[[], Manifest | None]) -> ManifestRecord | None:
         """Write the manifest that `plan` returns once nothing else changes manifests; None: there is none to write.
 
-        What `plan` raises is raised; also StorageFull.
+        Raises the errors of `plan`, and StorageFull.
         """
         async with self._lock:
             manifest = plan()
@@ -178,7 +178,7 @@ class SealedManifests:
     def _read_all(
         self, is_stored: Callable[[BlockKey], bool], vouch: Callable[[Manifest], None], now_ms: int
     ) -> tuple[list[ManifestRecord], list[ManifestRecord]]:
-        """Return what is usable and what is not, as records: all tokens at once may be more than there is memory."""
+        """Return usable and unusable manifests, as records: the tokens of all may exceed the memory."""
         usable: list[ManifestRecord] = []
         doomed: list[ManifestRecord] = []
         known: dict[BlockKey, BlockKey] = {}
@@ -213,7 +213,7 @@ class SealedManifests:
         return manifest is not None
 
     def _delete_each(self, records: list[ManifestRecord]) -> list[ManifestRecord]:
-        """Delete what can be deleted, and return it: one file that stays must not keep the others."""
+        """Delete the files that can be deleted, and return their records: one stuck file must not keep the others."""
         failed = self._store.delete(record.cache_ref for record in records)
         for cache_ref, error in failed.items():
             log.warning("manifest not removed", extra={"cache_ref": cache_ref}, exc_info=error)
@@ -226,7 +226,7 @@ class SealedManifests:
 
 _SUFFIX = ".safetensors"
 MAX_FILE_BYTES = 256 << 20
-"""Of a manifest: 4 bytes a token and about 35 a block file; one of ten million tokens is far below."""
+"""Largest manifest file: it has 4 bytes a token and about 35 a block file, so ten million tokens are far below."""
 
 
 class ManifestStore:
@@ -243,7 +243,7 @@ class ManifestStore:
     def read(self, cache_ref: CacheRef, tenant: TenantId | None = None) -> Manifest | None:
         """Return a manifest, or None.
 
-        Raises CorruptBlock when it is not what was written, unreadable or another's, SidecarUnavailable.
+        Raises CorruptBlock for a damaged, unreadable or foreign manifest, SidecarUnavailable.
         """
         try:
             data = _read_file(self._path(cache_ref))
@@ -271,7 +271,7 @@ class ManifestStore:
         return common(theirs, prompt.token_ids[first * TOKEN_BYTES : (first + count) * TOKEN_BYTES]) // TOKEN_BYTES
 
     def delete(self, cache_refs: Iterable[CacheRef]) -> dict[CacheRef, OSError]:
-        """Remove manifests for good, as many as can be; return what stopped the others. Idempotent."""
+        """Remove manifests for good, as many as possible; return the errors of the others. Idempotent."""
         paths = {self._path(cache_ref): cache_ref for cache_ref in cache_refs}
         failed = self._directory.remove_for_good(path for path in paths if path.parent.is_dir())
         return {paths[path]: error for path, error in failed.items()}
@@ -284,7 +284,7 @@ class ManifestStore:
             return None
 
     def put_aside(self, cache_ref: CacheRef) -> None:
-        """Move a manifest file that is not what was written into quarantine, or leave it where it cannot be moved."""
+        """Move a damaged manifest file into quarantine, or leave it where it cannot be moved."""
         log.warning("manifest in quarantine", extra={"cache_ref": cache_ref})
         try:
             self._directory.put_aside(self._path(cache_ref))

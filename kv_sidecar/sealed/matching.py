@@ -1,7 +1,7 @@
-"""Which of a tenant's KV a prompt can start from, whoever it was saved for: the question before a load.
+"""Search in all KV of a tenant for the longest beginning of a prompt, before a load.
 
-What was named stays for a while, so that the load which follows finds it: neither the watermark nor a longer context of
-the same conversation takes it away. A delete does, and the end of its life: the load is then a miss.
+A match stays for a while, so that its load finds it: neither the watermark nor a longer context of the conversation
+removes it. A delete or its expiry does, and the load is then a miss.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from kv_sidecar.sealed.prefixes import Found, Prompt, prompt_of
 Answer = TypeVar("Answer")
 
 MATCHES_MAX = 3
-"""Named in one answer: whoever asks reads a manifest of each until one will do."""
+"""Matches in one answer: the caller opens one manifest after the other until one serves."""
 BEGINNINGS_MAX = 4096
 PASSED_OVER_MAX = 8
 """Manifests that one look-up finds unreadable before it answers with nothing."""
 STAYS_MS = 60_000
-"""From match to load: a request may wait in the engine's queue before."""
+"""Time from match to load, in which a request may wait in the engine's queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixQuestion:
-    """What an engine asks."""
+    """Question of an engine or a peer."""
 
     tenant: TenantId
     fingerprint: str
@@ -51,7 +51,7 @@ class PrefixQuestion:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt."""
+        """Tokens of the prompt."""
         return len(self.token_ids) // TOKEN_BYTES
 
     def check(self) -> None:
@@ -63,7 +63,7 @@ class PrefixQuestion:
 
 
 class Beginnings:
-    """Which beginnings were asked for here, the last ones: gateways send what begins alike to where it was before."""
+    """Beginnings of the last prompts here: gateways send prompts that begin alike to the same pod."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -82,8 +82,8 @@ class Beginnings:
             self._numbers.popitem(last=False)
 
     def since(self, after: int) -> tuple[dict[str, int], int]:
-        """Return those that came after a number, the newest last, how many ms ago, and what to ask with next."""
-        if after > self._end:  # whoever asks knew the process before, and the clock was put back
+        """Return the beginnings after a number, newest last, with their age in ms, and the number for the next call."""
+        if after > self._end:  # the number is of an earlier process, and the clock was put back
             after = 0
         new = list(takewhile(lambda named: named[1] > after, reversed(self._numbers.items())))
         now_ms = self._clock.now_ms()
@@ -91,7 +91,7 @@ class Beginnings:
 
 
 class PrefixMatches:
-    """Answers, and remembers what it named. Used from one event loop."""
+    """Finds matches and holds them for their loads. Used from one event loop."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class PrefixMatches:
         self._lose = lose
 
     async def find(self, question: PrefixQuestion) -> Sequence[Found]:
-        """Return what begins most like the prompt, the longest first; none when too little does.
+        """Return the KV that begins most like the prompt, the longest first.
 
         Raises InvalidRequest.
         """
@@ -182,6 +182,6 @@ class PrefixMatches:
 
 
 def _of_use(found: Sequence[Found]) -> list[Found]:
-    """Return the longest, and what may serve where it cannot: shorter ones, the longest whole one among them."""
+    """Return the longest, and shorter ones as substitutes, with the longest whole one among them."""
     rest = sorted(found[MATCHES_MAX - 1 :], key=lambda one: not one.is_whole)
     return [*found[: MATCHES_MAX - 1], *rest[:1]]
