@@ -74,7 +74,8 @@ class LoadReports:
         self._max_reports = max_reports
         self._keep_ms = keep_ms
         self._reports: OrderedDict[str, _Kept] = OrderedDict()
-        self._arrivals = Announcements(max_waiters=max_waiters)
+        self._max_waiters = max_waiters
+        self._waiting: set[tuple[str, asyncio.Future[None]]] = set()
 
     def __len__(self) -> int:
         return len(self._reports)
@@ -97,14 +98,26 @@ class LoadReports:
             kept.add(report)
         while len(self._reports) > self._max_reports:
             self._reports.popitem(last=False)
-        if kept.is_whole:
-            self._arrivals.announce(report.request_id)
+        for request_id, waiter in self._waiting:
+            if kept.is_whole and request_id == report.request_id and not waiter.done():
+                waiter.set_result(None)
 
     async def get(self, request_id: str, *, timeout_s: float) -> pb.LoadReport:
-        """Return a request's report, after at most `timeout_s` for all ranks. Raises CacheRefNotFound without one."""
+        """Return a request's report, after at most `timeout_s` for all ranks. Raises CacheRefNotFound without one.
+
+        Beyond `max_waiters` a further call does not wait.
+        """
         kept = self._reports.get(request_id)
-        if kept is None or not kept.is_whole:
-            await self._arrivals.wait(request_id, timeout_s=timeout_s)
+        if (kept is None or not kept.is_whole) and len(self._waiting) < self._max_waiters:
+            waiter = (request_id, asyncio.get_running_loop().create_future())
+            self._waiting.add(waiter)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await waiter[1]
+            except TimeoutError:
+                log.debug("load report late", extra={"request_id": request_id})
+            finally:
+                self._waiting.discard(waiter)
         self.forget_old()
         kept = self._reports.get(request_id)
         if kept is None:
@@ -181,42 +194,3 @@ class UsageMeter:
                 # A retry would be refused again and hold up the other tenants.
                 log.warning("refused usage dropped", extra={"error": str(exc)})
             del self._unsent[tenant]
-
-
-class Announcements:
-    """Waiters by name. Beyond `max_waiters` a further call gets the answer "not yet" at once."""
-
-    def __init__(self, *, max_waiters: int) -> None:
-        self._max_waiters = max_waiters
-        self._num_waiters = 0
-        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
-
-    def announce(self, name: str) -> None:
-        """Wake all waiters of the name."""
-        for waiter in self._waiters.pop(name, ()):
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def wait(self, name: str, *, timeout_s: float) -> bool:
-        """Return True once the name is announced, False after `timeout_s` or when too many wait already."""
-        if timeout_s <= 0 or self._num_waiters >= self._max_waiters:
-            return False
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(name, set()).add(waiter)
-        self._num_waiters += 1
-        try:
-            async with asyncio.timeout(timeout_s):
-                await waiter
-        except TimeoutError:
-            return False
-        finally:
-            self._num_waiters -= 1
-            self._leave(name, waiter)
-        return True
-
-    def _leave(self, name: str, waiter: asyncio.Future[None]) -> None:
-        waiters = self._waiters.get(name)
-        if waiters is not None:
-            waiters.discard(waiter)
-            if not waiters:
-                del self._waiters[name]

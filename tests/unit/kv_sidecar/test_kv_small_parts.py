@@ -18,7 +18,7 @@ from contextcache.errors import CacheRefNotFound, FingerprintMismatch, InvalidRe
 from contextcache.process.settings import settings_help
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar import settings as sidecar_settings
-from kv_sidecar.accounts import Announcements, LoadReports
+from kv_sidecar.accounts import LoadReports
 from kv_sidecar.blocks import TierUsage
 from kv_sidecar.format.ids import check_fingerprint, differences, require_fingerprint
 from kv_sidecar.metrics import SidecarMetrics
@@ -86,11 +86,15 @@ def test_never_more_names_are_remembered_than_the_bound(adds: list[tuple[int, in
         assert names.added_at_ms(name, now_ms) == now_ms
 
 
-async def test_everyone_who_waits_for_a_name_is_woken_and_nobody_else() -> None:
-    seals = Announcements(max_waiters=10)
-    waiting = [asyncio.create_task(seals.wait(name, timeout_s=30)) for name in ("a", "a", "b")]
+def reports(clock: ManualClock) -> LoadReports:
+    return LoadReports(clock, max_reports=2, keep_ms=1000, max_waiters=4)
+
+
+async def test_every_call_that_waits_for_a_report_is_answered_and_no_other() -> None:
+    board = reports(ManualClock())
+    waiting = [asyncio.create_task(board.get(name, timeout_s=30)) for name in ("a", "a", "b")]
     await asyncio.sleep(0)
-    seals.announce("a")
+    board.put(pb.LoadReport(request_id="a"))
 
     assert await waiting[0]
     assert await waiting[1]
@@ -99,19 +103,17 @@ async def test_everyone_who_waits_for_a_name_is_woken_and_nobody_else() -> None:
 
 
 async def test_waiting_is_bounded_in_time_and_number() -> None:
-    seals = Announcements(max_waiters=1)
-    first = asyncio.create_task(seals.wait("a", timeout_s=30))
+    board = LoadReports(ManualClock(), max_waiters=1)
+    first = asyncio.create_task(board.get("a", timeout_s=30))
     await asyncio.sleep(0)
 
-    assert not await seals.wait("a", timeout_s=30)
+    with pytest.raises(CacheRefNotFound):
+        await board.get("a", timeout_s=30)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    assert not await seals.wait("a", timeout_s=0.001)
-    assert not await seals.wait("a", timeout_s=0)
-
-
-def reports(clock: ManualClock) -> LoadReports:
-    return LoadReports(clock, max_reports=2, keep_ms=1000, max_waiters=4)
+    for timeout_s in (0.001, 0):
+        with pytest.raises(CacheRefNotFound):
+            await board.get("a", timeout_s=timeout_s)
 
 
 async def test_a_report_that_comes_later_is_waited_for() -> None:
