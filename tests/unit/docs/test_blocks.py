@@ -20,8 +20,8 @@ from contextcache.cli.serve import PARTS
 from tests.kit.pages import ROOT, blocks, commands, programs
 
 CHECKED = {"sh", "bash", "python", "javascript", "json", "yaml"}
-DRAWN = {"", "text"}
-"""Drawings, formulas, and what programs print."""
+DRAWN = {"", "mermaid", "text"}
+"""Drawings, diagrams that are generated from code, formulas, and output of programs."""
 PROGRAMS = {
     "base64", "cd", "context-cache", "curl", "docker", "echo", "envoy", "export", "git", "helm", "jq", "kind",
     "kubectl", "lmcache", "make", "npm", "oc", "openssl", "pip", "printf", "python3",
