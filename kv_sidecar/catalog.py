@@ -561,7 +561,7 @@ class ContextCatalog:
         now_ms = self._runtime.clock.now_ms()
         records = await self._manifests.sweep(self._manifests.index.expired(now_ms))
         self._runtime.metrics.collected.inc(len(records))
-        freed = await self._tiers.free(self._blocks.garbage(now_ms))
+        freed = await self._tiers.free(await self._runtime.threads.run(self._blocks.garbage, now_ms))
         touched = []
         # Last: a full disk takes nothing, and the steps above free it.
         for record, expires_at_ms in self._retention.take_used():

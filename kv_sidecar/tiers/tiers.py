@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -234,7 +234,7 @@ class Tiers:
             async for _ in groups:
                 pass
 
-    async def free(self, keys: Iterable[BlockKey], *, wanted: Callable[[BlockKey], bool] = lambda _: False) -> int:
+    async def free(self, keys: Iterable[BlockKey]) -> int:
         """Remove from both tiers every block that may go; return the bytes freed on disk.
 
         A block that is being written, read, or removed by another call is waited for, and is gone too.
@@ -243,7 +243,7 @@ class Tiers:
         while waiting:
             now_ms = self._clock.now_ms()
             blocks = [block for key in waiting if (block := self.blocks.get(key)) is not None]
-            doomed = [block for block in blocks if block.may_go(now_ms) and not wanted(block.key)]
+            doomed = [block for block in blocks if block.may_go(now_ms)]
             freed_bytes += await self._remove(doomed) if doomed else 0
             waiting = {block.key: None for block in blocks if block.over is not None}
             if waiting:

@@ -396,7 +396,7 @@ async def test_a_delete_returns_when_the_block_still_being_written_is_gone_too(
         if ends_by == "two at once":
             await asyncio.sleep(0)
             key = block_key(kv.plan(new), 0, 0)
-            endings.append(asyncio.create_task(kv.sidecar.tiers.free([key], wanted=lambda _: False)))
+            endings.append(asyncio.create_task(kv.sidecar.tiers.free([key])))
         for _ in range(10):
             await kv.sidecar.threads.write(len, "")
         assert not any(ending.done() for ending in endings)
