@@ -209,6 +209,28 @@ def _open_late(rank: Rank, together: threading.Barrier) -> None:
     link.load_blocks = buffered
 
 
+def test_one_answer_names_all_slots_of_a_load_from_memory(start_rank: Callable[..., Rank]) -> None:
+    """Seen failing with 31 files an answer and 33 files."""
+    rank, cache_ref, num_answers = start_rank(), new_cache_ref(), list[int]()
+    num_tokens = 33 * BLOCK_TOKENS
+    blocks = [*range(1, 1 + num_tokens // ENGINE_BLOCK_TOKENS)]
+    rank.run(save=save_plan(rank, cache_ref, num_tokens, blocks))
+    plan, client = load_plan(rank, rank.manifest(cache_ref), blocks), rank.side._link.sidecar.get()
+    load_blocks = client.load_blocks
+
+    def counted(request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
+        for answer in load_blocks(request, timeout_s):
+            num_answers.append(1 + len(answer.more))
+            yield answer
+
+    client.load_blocks = counted
+    loaded = rank.run(load=plan)
+    client.load_blocks = load_blocks
+
+    assert loaded.failed == set()
+    assert num_answers == [33]
+
+
 def test_a_refused_load_is_reported_as_failed_with_its_reason(start_rank: Callable[..., Rank]) -> None:
     rank, cache_ref = start_rank(), new_cache_ref()
     rank.run(save=save_plan(rank, cache_ref, 100, list(range(7))))
