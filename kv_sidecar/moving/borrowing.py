@@ -9,9 +9,9 @@
 
 A peer that is gone, slow or refuses the question costs this request `ask_s`.
 
-If no peer was named, the sidecar asks the shared store for the conversation, unless it knows at least half of the
-prompt: the conversation's pod may be gone. The sidecar reads the manifests used last there and fetches the one that
-shares most: all of it, under its own name, if the prompt begins with it. A new conversation is looked for once, and not
+Without a named peer the sidecar asks the shared store for the conversation, because its pod may be gone. It does not if
+it knows at least half of the prompt. The sidecar reads the manifests used last there and fetches the one that shares
+most. If the prompt begins with all of it, the KV keeps its own name. A new conversation is looked for once, and not
 again for `ABSENT_MS`. A store without an answer within `_STORE_ASKS` times `ask_s` is not asked for as long.
 """
 
@@ -39,9 +39,9 @@ from kv_sidecar.sealed.prefixes import Found
 log = logging.getLogger(__name__)
 
 _STORE_ASKS = 3
-"""A listing and a manifest: calls that take tens of milliseconds each. Less than half of what the engine waits."""
+"""Waits `ask_s` for a listing and a manifest, each of tens of milliseconds: under half of the engine's own wait."""
 _STORE_QUESTIONS_MAX = 16
-"""At once; more are answered with what is here."""
+"""Questions to the store at once; further ones get the local matches only."""
 
 
 @dataclass
