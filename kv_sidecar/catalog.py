@@ -256,19 +256,16 @@ class ContextCatalog:
         try:
             size_bytes = await storing
         except (ContextCacheError, OSError) as exc:
-            error = exc if isinstance(exc, ContextCacheError) else SidecarUnavailable("the disk cannot be written")
-            await self._fail(ref, save, error)
-            raise error from exc
+            code = exc.code if isinstance(exc, ContextCacheError) else SidecarUnavailable.code
+            self._runtime.metrics.refused.labels(code).inc()
+            if ref.phase is Phase.OPEN:
+                await self._tiers.free(self._intake.end(ref, save, code, is_final=False))
+            raise
         if ref.save is not save:
             await self._tiers.free([key])
             raise ContextDeleted("the save was dropped")
         self._intake.took(save, 1, size_bytes)
         return size_bytes
-
-    async def _fail(self, ref: Ref, save: Save, error: ContextCacheError) -> None:
-        self._runtime.metrics.refused.labels(error.code).inc()
-        if ref.phase is Phase.OPEN:
-            await self._tiers.free(self._intake.end(ref, save, error.code, is_final=False))
 
     async def seal(self, cache_ref: CacheRef, rank: int) -> Changed | None:
         """End a rank's save and, after the last rank, write the manifest; None: other ranks have to seal. Idempotent.
@@ -288,11 +285,12 @@ class ContextCatalog:
     async def _publish(self, ref: Ref, save: Save) -> Changed:
         try:
             record = await self._manifests.publish(lambda: self._intake.publish(ref, save))
-        except (StorageFull, OSError) as exc:
-            error = exc if isinstance(exc, StorageFull) else SidecarUnavailable("the disk cannot be written")
-            self._runtime.metrics.refused.labels(error.code).inc()
-            await self._tiers.free(self._intake.end(ref, save, error.code))
-            raise error from exc
+        except Exception as exc:
+            if ref.phase is Phase.PUBLISHING:
+                code = exc.code if isinstance(exc, StorageFull) else SidecarUnavailable.code
+                self._runtime.metrics.refused.labels(code).inc()
+                await self._tiers.free(self._intake.end(ref, save, code))
+            raise
         if record is None:
             return Changed()
         self._intake.let_go(save)

@@ -17,6 +17,7 @@ from tests.kit.kv_blocks import TENANT, new_save
 
 KEEP_MS, ENDED_MAX = 1000, 3
 NAMES = [new_cache_ref() for _ in range(5)]
+FEW = NAMES[:2]
 
 
 def refs_of(clock: ManualClock, *, waiters_max: int = 8) -> Refs:
@@ -121,7 +122,11 @@ def test_a_manifest_that_outlives_the_memory_of_its_delete_is_sealed_again() -> 
 
 
 class RefMachine(RuleBasedStateMachine):
-    """Every legal order of events, beside a model of what a reader and a writer may see."""
+    """Every legal order of events of two refs, beside a model of what a reader and a writer may see.
+
+    Seen failing with two broken rules: a manifest that became durable after its delete was SEALED, and a record that was
+    used again was forgotten with its age of before.
+    """
 
     @initialize()
     def begin(self) -> None:
@@ -139,28 +144,28 @@ class RefMachine(RuleBasedStateMachine):
     def note_end(self, name: str) -> None:
         self.saving.pop(name, None)
 
-    @rule(name=st.sampled_from(NAMES))
+    @rule(name=st.sampled_from(FEW))
     def pull_begins(self, name: str) -> None:
         self.refs.expect(TENANT, [name])
 
-    @rule(name=st.sampled_from(NAMES))
+    @rule(name=st.sampled_from(FEW))
     def pull_ends(self, name: str) -> None:
         self.refs.expect_no_more(TENANT, [name])
         assert self.ref(name).phase is not Phase.EXPECTED
 
-    @rule(name=st.sampled_from(NAMES))
+    @rule(name=st.sampled_from(FEW))
     def announce(self, name: str) -> None:
         ref = self.ref(name)
         if PHASES.allows(ref.phase, "announced"):
             self.saving[name] = save_of(ref)
             self.refs.open(ref, self.saving[name])
 
-    @rule(name=st.sampled_from(NAMES))
+    @rule(name=st.sampled_from(FEW))
     def last_rank_seals(self, name: str) -> None:
         if self.ref(name).phase is Phase.OPEN:
             self.refs.publish(self.ref(name))
 
-    @rule(name=st.sampled_from(NAMES))
+    @rule(name=st.sampled_from(FEW))
     def manifest_is_durable(self, name: str) -> None:
         """Of the save that is published, which a delete may have overtaken."""
         if self.ref(name).phase in (Phase.PUBLISHING, Phase.DELETED):
@@ -168,21 +173,21 @@ class RefMachine(RuleBasedStateMachine):
             self.stored.add(name)
             self.note_end(name)
 
-    @rule(name=st.sampled_from(NAMES), reason=st.sampled_from(["staging_full", "save_deadline"]))
+    @rule(name=st.sampled_from(FEW), reason=st.sampled_from(["staging_full", "save_deadline"]))
     def save_ends(self, name: str, reason: str) -> None:
         if self.ref(name).phase in (Phase.OPEN, Phase.PUBLISHING):
             self.refs.end_save(self.ref(name), reason, started_at_ms=0)
             assert self.ref(name).reason == reason
             self.note_end(name)
 
-    @rule(name=st.sampled_from(NAMES))
+    @rule(name=st.sampled_from(FEW))
     def early_files_end(self, name: str) -> None:
         if self.ref(name).phase is Phase.OPEN:
             self.refs.end_early(self.ref(name))
             assert self.ref(name).phase is Phase.ABSENT
             self.note_end(name)
 
-    @rule(name=st.sampled_from(NAMES))
+    @rule(name=st.sampled_from(FEW))
     def delete(self, name: str) -> None:
         self.refs.delete(self.ref(name))
         self.deleted[name] = self.clock.now_ms()
@@ -202,7 +207,7 @@ class RefMachine(RuleBasedStateMachine):
     @invariant()
     def phases_say_what_happened(self) -> None:
         ended = 0
-        for name in NAMES:
+        for name in FEW:
             ref = self.ref(name)
             ended += ref.phase in (Phase.FAILED, Phase.DELETED)
             assert ref.has_manifest == (name in self.stored)
@@ -211,11 +216,11 @@ class RefMachine(RuleBasedStateMachine):
             assert (ref.save is not None) == (ref.phase in (Phase.OPEN, Phase.PUBLISHING))
             assert ref.save is self.saving.get(name), "a save that ended is still open, or another one is"
             assert (self.refs.owner(name) is ref) >= (ref.save is not None)
-            if ref.phase is Phase.DELETED:
-                assert self.deleted[name] > self.clock.now_ms() - KEEP_MS
+            is_remembered = self.deleted.get(name, -KEEP_MS) > self.clock.now_ms() - KEEP_MS
+            assert (ref.phase is Phase.DELETED) == is_remembered, "a delete was forgotten, or remembered too long"
             assert not (ref.phase in PENDING and name in self.stored)
         assert ended <= ENDED_MAX
-        assert len(self.refs) <= len(NAMES)
+        assert len(self.refs) <= len(FEW)
 
 
 RefMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
