@@ -124,8 +124,8 @@ def test_a_manifest_that_outlives_the_memory_of_its_delete_is_sealed_again() -> 
 class RefMachine(RuleBasedStateMachine):
     """Every legal order of events of two refs, beside a model of what a reader and a writer may see.
 
-    Seen failing with two broken rules: a manifest that became durable after its delete was SEALED, and a record that was
-    used again was forgotten with its age of before.
+    Seen failing with two broken rules: a manifest that became durable after its delete was SEALED; a record used again
+    was forgotten with its age of before.
     """
 
     @initialize()
