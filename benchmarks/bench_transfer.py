@@ -40,7 +40,7 @@ from contextcache.names import new_cache_ref
 from deploy.local.progress import say
 from deploy.local.readiness import grpc_serves
 from deploy.local.table import render
-from kv_sidecar.client import TIER_NAMES, EngineSidecarClient, KVSidecarClient, open_arena
+from kv_sidecar.client import TIER_NAMES, EngineSidecarClient, KVSidecarClient, open_arena, pack_token_ids
 from vllm_plugin.connector.engine_check import LayerGroup
 from vllm_plugin.connector.metadata import LoadPlan, SavePlan, load_pieces
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -145,7 +145,9 @@ class Rank:
         facts, num_saves = self.facts, self.side.counters.get("saves")
         now_ms, size = round(time.time() * 1000), facts.groups[0].num_positions(len(token_ids))
         names, times = (cache_ref, TENANT, "ctx_1", cache_ref), (now_ms + 3_600_000, now_ms)
-        plan = SavePlan(*names, *times, tuple(token_ids), facts.groups, (tuple(self.old[:size]),), facts.fingerprint)
+        plan = SavePlan(
+            *names, *times, 0, pack_token_ids(token_ids), facts.groups, (tuple(self.old[:size]),), facts.fingerprint
+        )
         released_s, sealed_s = self._carried_out([], [plan], "sent", "ended_saves")
         if self.side.counters.get("saves") != num_saves + 1:
             raise RuntimeError("the save was skipped")

@@ -42,8 +42,8 @@ from kv_sidecar.format.block_file import (
     new_checksum,
     parse_block_file,
 )
-from kv_sidecar.format.ids import ADAPTER_MARK, pack_token_ids
-from kv_sidecar.format.manifest import context_files, restorable_tokens, with_files
+from kv_sidecar.format.ids import ADAPTER_MARK, pack_token_ids, unpack_token_ids
+from kv_sidecar.format.manifest import context_files, next_files, restorable_tokens, with_files
 from kv_sidecar.tiers.arena import MappedArena, open_arena, populate
 
 __all__ = [
@@ -59,11 +59,13 @@ __all__ = [
     "context_files",
     "file_meta",
     "new_checksum",
+    "next_files",
     "open_arena",
     "pack_token_ids",
     "parse_block_file",
     "populate",
     "restorable_tokens",
+    "unpack_token_ids",
     "with_files",
 ]
 

@@ -252,10 +252,11 @@ _COUNTED = frozenset(ERRORS_BY_CODE) | {
     "prepare_deadline",
     "queue_full",
     "ranks_unknown",
-    "staging_error",
+    "no_arena",
     "prompt_embeds",
-    "staging_full",
+    "arena_full",
     "state_ahead",
+    "twice",
     "weights_changed",
     # Its reasons for engines that it does not serve.
     "context_parallel",

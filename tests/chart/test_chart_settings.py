@@ -199,7 +199,7 @@ def test_the_connector_reads_what_the_chart_says_and_finds_the_sidecar():
     found = connector_of(vllm)
 
     assert found.weights_epoch == "7"
-    assert found.staging_limit_bytes == ConnectorSettings.__dataclass_fields__["staging_limit_bytes"].default
+    assert found.load_always_ms == ConnectorSettings.__dataclass_fields__["load_always_ms"].default
     assert found.sidecar == f"unix://{sidecar['SIDECAR_UNIX_SOCKET']}"
     assert found.secret_file == env_of(vllm)["TURN_SECRET_FILE"]
 

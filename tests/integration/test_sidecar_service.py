@@ -131,10 +131,10 @@ async def test_a_waiter_learns_of_the_seal_as_it_comes(running: Running) -> None
 async def test_a_waiter_learns_at_once_that_nothing_was_saved_and_why(running: Running) -> None:
     rank, ref = await running.rank(), new_cache_ref()
     waiting = asyncio.create_task(running.client.wait_sealed(TENANT, ref, timeout_ms=30_000))
-    await asyncio.to_thread(rank.client.abandon_save, TENANT, ref, "staging_full", started_at_ms=7)
+    await asyncio.to_thread(rank.client.abandon_save, TENANT, ref, "arena_full", started_at_ms=7)
 
     async with asyncio.timeout(25):  # less than it would wait
-        assert await waiting == SaveOutcome(is_sealed=False, reason="staging_full")
+        assert await waiting == SaveOutcome(is_sealed=False, reason="arena_full")
     assert (await running.client.wait_sealed("other", ref, timeout_ms=0)).reason == ""
     with pytest.raises(InvalidRequest):
         await asyncio.to_thread(rank.client.abandon_save, TENANT, ref, "A sentence.", started_at_ms=7)

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     import vllm.v1.core.sched.scheduler  # noqa: F401  # brings in everything else
 
 from contextcache.model import Manifest
-from kv_sidecar.client import EngineSidecarClient, open_arena
+from kv_sidecar.client import EngineSidecarClient, open_arena, pack_token_ids
 from tests.kit.patience import CONNECTOR
 from tests.kit.sidecar_process import SidecarProcess, fault
 from tests.kit.until import wait_until
@@ -121,7 +121,8 @@ def save_plan(rank: Rank, cache_ref: str, num_tokens: int, block_ids: list[int])
         cache_ref=cache_ref,
         expires_at_ms=2_000_000_000_000,
         started_at_ms=1_000,
-        token_ids=tuple(range(num_tokens)),
+        first_token=0,
+        token_ids=pack_token_ids(range(num_tokens)),
         groups=rank.side.facts.groups,
         block_ids=(tuple(block_ids),),
         fingerprint=rank.side.facts.fingerprint,

@@ -114,20 +114,24 @@ def test_pages_come_back_bit_by_bit_into_other_blocks(start_rank: Callable[..., 
         assert torch.equal(tensor[untouched], before[name][untouched])
 
 
-def test_a_context_twenty_times_the_staging_goes_out_and_comes_back_whole(start_rank: Callable[..., Rank]) -> None:
-    """Seen failing when a save took all its bytes at once: `storage_full`, no manifest."""
-    rank, cache_ref = start_rank(staging_limit_bytes=BLOCK_BYTES + HEAD_BYTES), new_cache_ref()
-    num_tokens = 20 * BLOCK_TOKENS + 5
-    old, new = list(range(81)), list(range(100, 181))
-    rank.run(save=save_plan(rank, cache_ref, num_tokens, old))
+def test_parts_of_a_save_arrive_as_one_context(start_rank: Callable[..., Rank]) -> None:
+    """Each part brings new tokens alone; the first and the second end inside a file."""
+    rank, cache_ref = start_rank(), new_cache_ref()
+    old, new = list(range(13)), list(range(30, 43))
+    rest = save_plan(rank, cache_ref, 200, old)
+    for number, (first, end) in enumerate(((0, 80), (80, 176)), start=1):
+        blocks = tuple(old[first // ENGINE_BLOCK_TOKENS : end // ENGINE_BLOCK_TOKENS])
+        part = replace(rest, first_token=first, token_ids=rest.token_ids[4 * first : 4 * end], block_ids=(blocks,))
+        rank.side.start([], [replace(part, early=True, holds_blocks=False)])
+        wait_until(lambda count=number: rank.side.counters.get("early_saves") == count, what="the part is copied")
+    rank.run(save=replace(rest, first_token=176, token_ids=rest.token_ids[4 * 176 :]))
     manifest = rank.manifest(cache_ref)
     before = {name: tensor.clone() for name, tensor in rank.kv.items()}
     loaded = rank.run(load=load_plan(rank, manifest, new))
 
     assert loaded.failed == set()
-    assert len(manifest.token_ids) == num_tokens
+    assert manifest.token_ids == tuple(range(200))
     assert all(torch.equal(tensor[new], before[name][old]) for name, tensor in rank.kv.items())
-    assert rank.side.counters.get("skipped_saves") == 0
 
 
 def test_a_load_starts_in_the_middle_of_a_block(start_rank: Callable[..., Rank]) -> None:
@@ -171,9 +175,8 @@ def test_parallel_loads_that_memory_cannot_hold_use_disk_and_none_is_computed(tm
     try:
         plans = []
         for number, rank in enumerate(ranks):
-            save = replace(
-                save_plan(rank, new_cache_ref(), 520, list(range(33))), token_ids=tuple(range(number, 520 + number))
-            )
+            tokens = pack_token_ids(range(number, 520 + number))
+            save = replace(save_plan(rank, new_cache_ref(), 520, list(range(33))), token_ids=tokens)
             rank.run(save=save)
             plans.append(load_plan(rank, rank.manifest(save.cache_ref), list(range(50, 83))))
         together = threading.Barrier(4)

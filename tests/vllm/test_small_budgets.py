@@ -45,8 +45,7 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restored]:
     sidecar.start()
     (directory / "secret").write_bytes(SECRET)
     model = str(make_tiny_model(directory / "model"))
-    settings = {"staging_limit_bytes": BLOCK_BYTES + HEAD_BYTES}
-    start = Start(model, sidecar.address, str(directory / "secret"), connector=settings)
+    start = Start(model, sidecar.address, str(directory / "secret"))
     refs = [new_cache_ref() for _ in PROMPTS]
     with TinyEngine(start) as engine:
         cold = engine.ask_all([{"prompt": prompt, "save": ref} for prompt, ref in zip(PROMPTS, refs, strict=True)])
@@ -64,7 +63,7 @@ def _num_ended(engine: TinyEngine) -> int:
     return sum(count for name, count in counts.items() if name.split()[0] in ("saves", "skipped_saves"))
 
 
-def test_contexts_twenty_times_the_staging_are_saved_whole(restored: Restored) -> None:
+def test_contexts_twenty_times_the_arenas_room_are_saved_whole(restored: Restored) -> None:
     """Seen failing when a save took all its bytes at once: `skipped_saves storage_full`, four of four."""
     assert len(PROMPTS[0]) > 20 * BLOCK_TOKENS
     assert restored.save_counts.get("saves") == len(PROMPTS), restored.save_counts

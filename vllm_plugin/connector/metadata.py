@@ -8,7 +8,7 @@ A group keeps the positions that the next token can see: all, those of a window,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -40,6 +40,15 @@ class EngineGroup:
         """Return how many positions `num_tokens` tokens have."""
         return -(-num_tokens // self.block_tokens)
 
+    def num_pages(self, file: KVFile) -> int:
+        """Return how many engine blocks a file holds."""
+        return self.num_positions(file.end_token) - file.first_token // self.block_tokens
+
+    def blocks_of(self, file: KVFile, block_ids: Sequence[int], first: int) -> Sequence[int]:
+        """Return the engine blocks of a file. `block_ids` begin at position `first`."""
+        start = file.first_token // self.block_tokens - first
+        return block_ids[start : start + self.num_pages(file)]
+
     def num_full(self, file: KVFile) -> int:
         """Return how many of a file's pages, from its first on, have a token of the file in every slot."""
         if self.kind == "state" or file.first_token % self.block_tokens:
@@ -66,7 +75,7 @@ class RankFacts:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether windows are saved at the end of a prompt too (saves/checkpoints.py)."""
+        """Whether windows are saved at the end of a prompt too (saves/running.py)."""
         return any(group.window for group in self.groups) and not any(group.kind == "state" for group in self.groups)
 
 
@@ -136,12 +145,19 @@ class LoadPlan:
 
     def meta(self, piece: Piece, rank: int) -> BlockMeta:
         """Return what a file must say of itself."""
-        return _meta(self, self.digests, piece, rank)
+        return file_meta(
+            piece.file,
+            group=self.digests[piece.file.group],
+            tenant=self.tenant,
+            fingerprint=self.fingerprint,
+            rank=rank,
+            token_ids=piece.token_ids,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """One save, made when a request finishes. The engine keeps its blocks untouched until the worker lets go."""
+    """A part of a save: the new tokens of a request that runs, or the last part, when it has finished."""
 
     engine_request_id: str
     tenant: str
@@ -150,64 +166,28 @@ class SavePlan:
     expires_at_ms: int
     started_at_ms: int
     """Unix time in ms at which the engine was given the request: a deletion after it wins over this save."""
-    token_ids: tuple[int, ...]
-    """Tokens that have valid KV, oldest first."""
+    first_token: int
+    """Position of the first of `token_ids`: earlier plans brought the tokens before it."""
+    token_ids: bytes
+    """Tokens that have valid KV, oldest first, as little-endian u32."""
     groups: tuple[EngineGroup, ...]
     block_ids: tuple[tuple[int, ...], ...]
-    """Engine blocks of each group, from the first position that is needed on."""
+    """Engine blocks of each group: of an early part those of its tokens, else all from the first needed position on."""
     fingerprint: str
-    """Under which they were computed: the engine's may be another by the time they are copied out."""
+    """Fingerprint of the engine that computed them: it may have another by the time they are copied out."""
     traceparent: str = ""
-    """Span of the turn, for the save's own; empty: nobody traces it."""
+    """Span of the turn, for the save's own; empty: the turn is not traced."""
     holds_blocks: bool = True
-    """Whether the engine keeps the blocks until it is told; else it tells when it does not any more."""
+    """Whether the engine keeps the blocks until the worker lets go; else it tells when it reuses them."""
     adapter: Adapter | None = None
-    """With which it was computed; the fingerprint has it too."""
-    early: int = 0
-    """Which of those that send whole files ahead of a save, which has the same cache_ref; 0: the save itself."""
-
-    @property
-    def family(self) -> str:
-        """What the worker and the scheduler call it, and all others that went ahead of the same save."""
-        return f"{self.cache_ref}:early" if self.early else self.cache_ref
+    """Adapter that they were computed with; the fingerprint has it too."""
+    early: bool = False
+    """Whether more parts follow: whole files are sent ahead of the last part."""
 
     @property
     def name(self) -> str:
-        """What the worker and the scheduler call it alone."""
-        return f"{self.family}:{self.early}" if self.early else self.cache_ref
-
-    def kept(self, *, file_tokens_min: int) -> tuple[KVGroup, ...]:
-        """Return what is saved of each group."""
-        return tuple(group.kept(len(self.token_ids), file_tokens_min=file_tokens_min) for group in self.groups)
-
-    def whole_files(self, *, file_tokens_min: int) -> SavePlan:
-        """Return the part of it that fills whole block files: none, if there is none."""
-        file_tokens = max((group.block_tokens for group in self.kept(file_tokens_min=file_tokens_min)), default=1)
-        return replace(self, token_ids=self.token_ids[: len(self.token_ids) // file_tokens * file_tokens])
-
-    def piece(self, block_index: int, file: KVFile) -> Piece:
-        """Return what goes into a block file."""
-        group, held = self.groups[file.group], self.block_ids[file.group]
-        first, last = file.first_token // group.block_tokens, group.num_positions(file.end_token)
-        offset = group.first_needed(len(self.token_ids))
-        ids = held[first - offset : last - offset]
-        tokens = self.token_ids[file.first_token : file.end_token]
-        return Piece(block_index, file, tokens, last - first, 0, ids, group.num_full(file))
-
-    def meta(self, piece: Piece, rank: int) -> BlockMeta:
-        """Return what a file says of itself."""
-        return _meta(self, tuple(group.digest for group in self.groups), piece, rank)
-
-
-def _meta(plan: LoadPlan | SavePlan, digests: Sequence[str], piece: Piece, rank: int) -> BlockMeta:
-    return file_meta(
-        piece.file,
-        group=digests[piece.file.group],
-        tenant=plan.tenant,
-        fingerprint=plan.fingerprint,
-        rank=rank,
-        token_ids=piece.token_ids,
-    )
+        """Name of this part between worker and scheduler; the last part has the save's name."""
+        return f"{self.cache_ref}@{self.first_token}" if self.early else self.cache_ref
 
 
 def common_prefix(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:

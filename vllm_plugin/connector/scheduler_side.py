@@ -20,7 +20,7 @@ from contextcache.identity import COMPUTED_SOON, KV_TRANSFER_KEY, SOON_MS, KVTra
 from contextcache.model import CacheRef, Manifest
 from contextcache.phases import Phases
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.client import restorable_tokens
+from kv_sidecar.client import pack_token_ids, restorable_tokens
 from vllm_plugin.connector.engine_check import NULL_BLOCK
 from vllm_plugin.connector.identity.adapters import UNKNOWN, KnownAdapters
 from vllm_plugin.connector.identity.fingerprint import EngineIdentity
@@ -28,8 +28,7 @@ from vllm_plugin.connector.loads.load_estimate import LoadEstimate
 from vllm_plugin.connector.loads.lookup import Lookup, Lookups, Match, PendingSaves
 from vllm_plugin.connector.metadata import Adapter, LoadPlan, RankFacts, SavePlan, load_pieces
 from vllm_plugin.connector.reporting import Reporter
-from vllm_plugin.connector.saves.checkpoints import PromptCheckpoints
-from vllm_plugin.connector.saves.early_saves import EarlySaves
+from vllm_plugin.connector.saves.running import RunningSaves
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Connect, LazySidecar
 from vllm_plugin.connector.spin import IdleEngine
@@ -150,7 +149,6 @@ class SchedulerSide:
         self._mixes_adapters = mixes_adapters
         self._reads_unheld = reads_unheld
         self._settings = settings
-        self._sends_ahead = settings.sends_ahead(device)
         self._secret = secret
         self._clock = clock
         self.counters = Counters()
@@ -162,8 +160,7 @@ class SchedulerSide:
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
         self.idle = IdleEngine(may_wait=may_idle)
-        self._checkpoints = PromptCheckpoints()
-        self._early_saves = EarlySaves()
+        self._running = RunningSaves(sends_ahead=settings.sends_ahead(device))
         self.adapters = KnownAdapters()
         # A CPU engine computes a few tokens in that time: there all of a context's are loaded.
         self._estimate = LoadEstimate(always_ms=settings.load_always_ms, soon_ms=0 if device == "cpu" else SOON_MS)
@@ -209,8 +206,7 @@ class SchedulerSide:
         log.info("saved KV no longer used: the engine was told to forget")
         for request_id, load in self._requests.items():
             load.forget_saved()
-            self._checkpoints.end(request_id)
-            self._early_saves.end(request_id)
+            self._running.end(request_id)
         return all(load.phase is not LoadPhase.LOADING for load in self._requests.values())
 
     @property
@@ -249,9 +245,7 @@ class SchedulerSide:
         """Look for stored KV, and watch the computation. `facts` are also the adapter's."""
         request, transfer = load.request, load.transfer
         if self._reads_unheld:
-            self._checkpoints.watch(request, transfer, facts)
-        if self._reads_unheld and self._sends_ahead:
-            self._early_saves.watch(request, transfer, facts)
+            self._running.watch(request, transfer, facts)
         may_match = self._settings.match_prefix and request.num_prompt_tokens > self._settings.match_tokens_min
         if request.skip_reading_prefix_cache or not (transfer.load or may_match):
             load.give_up("prefix_cache_reading_off")
@@ -404,18 +398,16 @@ class SchedulerSide:
 
     def take_plans(self, scheduler_output: Any) -> tuple[tuple[LoadPlan, ...], tuple[SavePlan, ...], tuple[str, ...]]:
         """Return this step's work: loads, saves, and the saves whose blocks it may compute into."""
-        for plan in self._checkpoints.observe(scheduler_output, self._facts):
-            if self._pending_saves.add(plan.cache_ref):
+        for plan in self._running.observe(scheduler_output, self._facts, self._is_loading):
+            if plan.early or self._pending_saves.add(plan.cache_ref):
                 self._saves.append(self._with_adapter(plan))
-        early = self._early_saves.observe(scheduler_output, self._facts, self._is_loading)
-        self._saves += [self._with_adapter(plan) for plan in early]
         scheduled = scheduler_output.num_scheduled_tokens
         in_prompts = sum(count for count in scheduled.values() if count > _DECODED_TOKENS)
         self._estimate.step(in_prompts, self._clock.now_ms(), scheduled)
         self.idle.step(has_work=bool(scheduler_output.total_num_scheduled_tokens or self._loads))
         loads, saves = tuple(self._loads), tuple(self._saves)
         self._loads, self._saves = [], []
-        return loads, saves, (*self._checkpoints.take_overtaken(), *self._early_saves.take_overtaken())
+        return loads, saves, self._running.take_overtaken()
 
     def idle_wait_s(self) -> float:
         """Return how long the workers may wait in this step, see `IdleEngine.wait_s`."""
@@ -447,7 +439,7 @@ class SchedulerSide:
         """Take the workers' word on saves that are sealed or given up."""
         for cache_ref in cache_refs:
             self._pending_saves.end(cache_ref)
-            self._early_saves.ended(cache_ref)
+            self._running.ended(cache_ref)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> bool:
         """Plan the save of a finished request; True: its blocks must be kept until the worker lets go.
@@ -457,14 +449,13 @@ class SchedulerSide:
         """
         load = self._requests.pop(request.request_id, None)
         self.idle.ready.discard(request.request_id)
-        self._checkpoints.end(request.request_id)
-        self._early_saves.end(request.request_id)
         self._estimate.end(request.request_id, self._clock.now_ms(), is_loaded=False)
         if load is None:
             return False
         if load.lookup is not None:
             load.lookup.cancel()
         plan = self._save_plan(request, load, block_ids)
+        self._running.end(request.request_id, is_held=plan is not None)
         if plan is None:
             return False
         self._saves.append(plan)
@@ -539,6 +530,7 @@ class SchedulerSide:
         if again is not None:
             self._saved_again.add(again)
             self.counters.add("lost_contexts")
+        first = self._running.planned_tokens(request.request_id)
         return SavePlan(
             engine_request_id=request.request_id,
             tenant=load.transfer.tenant,
@@ -546,7 +538,8 @@ class SchedulerSide:
             cache_ref=cache_ref,
             expires_at_ms=load.transfer.expires_at_ms,
             started_at_ms=_started_at_ms(request),
-            token_ids=tuple(request.all_token_ids[:num_tokens]),
+            first_token=first,
+            token_ids=pack_token_ids(request.all_token_ids[first:num_tokens]),
             groups=facts.groups,
             block_ids=_kept_ids(facts, num_tokens, block_ids),
             fingerprint=_facts_with(facts, load.adapter).fingerprint,

@@ -27,7 +27,7 @@ class Bounds:
 
     save_bytes_per_ms_min = 100_000
     """Slowest rate of a save: each such number of bytes allows one more ms (100 MB/s, a slow disk). Counts only for
-    contexts larger than the staging, because smaller contexts are copied at once."""
+    contexts larger than the arena's room, because smaller contexts are copied at once."""
     load_bytes_per_ms_min = 100_000
     """Slowest rate of a load: each such number of bytes allows one more ms (100 MB/s, a slow disk)."""
     match_tokens_min = 64
@@ -58,10 +58,6 @@ class ConnectorSettings(Bounds):
     weights_epoch: str = WEIGHTS_UNNAMED
     """Operator's name for the weights. Needed only if the connector cannot read them: from an object store, or loaded
     by a plugin. Without it their KV does not outlive the engine. Change it with the weights."""
-    staging_limit_bytes: int = 1 << 30
-    """Bytes copied out of the engine and not yet taken by the sidecar, in its arena or in our memory. 1 GiB is one
-    context of 8 192 tokens of an 8-billion-parameter model in bf16. A larger context goes in pieces, and holds the
-    engine's blocks meanwhile."""
     early_saves: str = "auto"
     """Send full blocks while a request runs: `on`, `off` or `auto`. `auto` is `off` only if the engine computes on the
     CPU, because the copies take its cores. On two cores a create of 5 800 tokens took a tenth longer."""

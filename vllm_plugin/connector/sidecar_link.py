@@ -94,7 +94,7 @@ class Terms:
     block_tokens: int
     block_size_bytes_max: int
     arena: Arena | None = None
-    """Memory that the sidecar shares; None: frames carry the KV."""
+    """Memory that the sidecar shares; None: nothing is saved or loaded."""
 
 
 class RankLink:
@@ -203,7 +203,10 @@ class RankLink:
             log.warning("sidecar handshake failed", extra={"code": exc.code, "pause_ms": self._pause_ms})
             raise
         self._pause_ms = self._next_try_at_ms = 0
-        arena = (self._arena or self._borrow()) if answer.arena else None
+        arena = self._arena or (self._borrow() if answer.arena else None)
+        if arena is None:
+            self._counters.add("refused_arenas")
+            log.warning("the sidecar shares no memory with this engine: no KV is saved or loaded")
         log.info("sidecar handshake done", extra={"block_tokens": answer.block_tokens, "arena": arena is not None})
         terms = Terms(answer.block_tokens, answer.block_size_bytes_max, arena)
         with self._changing:
@@ -225,8 +228,6 @@ class RankLink:
         try:
             return self._open_arena(ended)
         except (OSError, RuntimeError):
-            # No thread to be had; another machine, another user, a sandbox that passes no descriptors: frames are
-            # slower, and right.
-            self._counters.add("refused_arenas")
-            log.warning("no arena, KV travels in frames", exc_info=True)
+            # No thread to be had; another machine, another user, a sandbox that passes no descriptors.
+            log.warning("arena not opened", exc_info=True)
             return None

@@ -1,4 +1,4 @@
-"""What loads and saves share in a worker: bounded threads, bounded staging bytes, and the box of results.
+"""Bounded threads and the box of results, which loads and saves share in a worker.
 
 The engine's thread only puts work in and takes results out; both take a lock for the length of a few set operations.
 """
@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 log = logging.getLogger(__name__)
-
-_LOOK_AGAIN_S = 0.02
-"""Who waits for staging bytes looks at its deadline this often."""
 
 
 @dataclass(slots=True)
@@ -70,54 +66,6 @@ class ResultBox:
         return taken
 
 
-class StagingBudget:
-    """Bytes copied out of the engine and not yet taken by the sidecar, bounded; who waits is served in order."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self._changed = threading.Condition()
-        self._queue: deque[object] = deque()
-        self._used_bytes = 0
-        self.num_returns = 0
-        """How often bytes came back: while it grows, the sidecar takes what it is given."""
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes in use now."""
-        return self._used_bytes
-
-    def try_take(self, size_bytes: int) -> bool:
-        """Take bytes, or return False at once when they do not fit or somebody waits already. Never waits."""
-        with self._changed:
-            if self._queue or self._used_bytes + size_bytes > self.limit_bytes:
-                return False
-            self._used_bytes += size_bytes
-            return True
-
-    def take(self, size_bytes: int, *, check: Callable[[], None]) -> None:
-        """Take bytes, in turn; they must fit into the limit. `check` is called now and then, and raises to stop it."""
-        assert size_bytes <= self.limit_bytes, "they would never fit"
-        ticket = object()
-        with self._changed:
-            self._queue.append(ticket)
-            try:
-                while self._queue[0] is not ticket or self._used_bytes + size_bytes > self.limit_bytes:
-                    check()
-                    self._changed.wait(_LOOK_AGAIN_S)
-                self._used_bytes += size_bytes
-            finally:
-                self._queue.remove(ticket)
-                self._changed.notify_all()
-
-    def give_back(self, size_bytes: int) -> None:
-        """Return bytes."""
-        with self._changed:
-            self._used_bytes -= size_bytes
-            self.num_returns += 1
-            assert self._used_bytes >= 0, "bytes are given back once"
-            self._changed.notify_all()
-
-
 class TransferPool:
     """A few threads behind a bounded queue; started at the first piece of work."""
 
@@ -149,6 +97,11 @@ class TransferPool:
             self._live.discard(future)
         if not future.cancelled() and (error := future.exception()) is not None:
             log.error("transfer thread failed", exc_info=error)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits or runs."""
+        return bool(self._live)
 
     def drain(self, timeout_s: float) -> None:
         """Wait until everything there is now has ended, for `timeout_s` at most."""

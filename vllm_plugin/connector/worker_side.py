@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,7 +28,6 @@ from vllm_plugin.connector.identity.weights import weights_identity
 from vllm_plugin.connector.loads.loading import Load, Loader
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.reporting import Reporter
-from vllm_plugin.connector.saves.hand_over import HandOver, Save
 from vllm_plugin.connector.saves.saving import Saver
 from vllm_plugin.connector.settings import CODEC_NONE, WEIGHTS_UNNAMED, ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, Connect, LazySidecar, OpenArena, RankLink
@@ -70,12 +70,10 @@ class WorkerSide:
         self._reporter = Reporter(self._sidecar, self.counters, queue_limit=limit)
         self._load_pool = TransferPool("loads", threads=settings.load_threads, queue_limit=limit)
         self._save_pool = TransferPool("saves", threads=settings.save_threads, queue_limit=limit)
-        self._early_pool = TransferPool("early-saves", threads=1, queue_limit=limit)
-        """What holds no block of the engine's is not in the way of what does."""
+        self._upload_pool = TransferPool("uploads", threads=settings.save_threads, queue_limit=limit)
         self._loads: list[tuple[Load, Future[None]]] = []
         self._hanging: list[Future[None]] = []
         """Loads given up while their thread was reading; each keeps its thread until the disk lets go."""
-        self._saves: list[tuple[Save, Future[None]]] = []
         self._greeting: Future[None] | None = None
         self._stopping = threading.Event()
         self._loader: Loader | None = None
@@ -110,21 +108,17 @@ class WorkerSide:
             clock=self._clock,
             tracer=self._tracer,
         )
-        hand_over = HandOver(
-            settings=self._settings,
-            link=self._link,
-            results=self._results,
-            reporter=self._reporter,
-            counters=self.counters,
-            tracer=self._tracer,
-        )
         self._saver = Saver(
             settings=self._settings,
             link=self._link,
-            hand_over=hand_over,
             layers=layers,
             results=self._results,
+            reporter=self._reporter,
+            counters=self.counters,
             clock=self._clock,
+            tracer=self._tracer,
+            copying=self._save_pool,
+            uploads=self._upload_pool,
         )
         self._layers = layers
         self._greet()
@@ -165,15 +159,15 @@ class WorkerSide:
         for load_plan in loads:
             self._start_load(self._loader, self._loader.open(load_plan, fence))
         for save_plan in saves:
-            self._start_save(self._saver, self._saver.open(save_plan, fence))
+            obstacle = "" if self._link.is_worth_trying() else "sidecar_unavailable"
+            if save_plan.adapter is not None and not self.adapters.holds(save_plan.adapter):
+                obstacle = CHANGED
+            self._saver.start(save_plan, fence, obstacle)
 
     def overtake(self, overtaken: Collection[str]) -> None:
         """Drop saves whose blocks are not their own from the next step on, as far as they are not copied."""
-        if not overtaken or self._saver is None:
-            return
-        for save, _ in self._saves:
-            if save.plan.family in overtaken:
-                self._saver.overtake(save)
+        if self._saver is not None:
+            self._saver.overtake(overtaken)
 
     def _start_load(self, loader: Loader, load: Load) -> None:
         if not self._link.is_worth_trying():
@@ -195,39 +189,22 @@ class WorkerSide:
         else:
             self._loads.append((load, future))
 
-    def _start_save(self, saver: Saver, save: Save) -> None:
-        if not self._link.is_worth_trying():
-            saver.skip(save, "sidecar_unavailable")
-            return
-        if save.plan.adapter is not None and not self.adapters.holds(save.plan.adapter):
-            saver.skip(save, CHANGED)
-            return
-        pool = self._early_pool if save.plan.early else self._save_pool
-        future = pool.try_submit(lambda: saver.run(save))
-        if future is None:
-            saver.skip(save, "queue_full")
-        else:
-            self._saves.append((save, future))
-
     def take_results(self) -> Results:
         """Return what has ended since the last call; gives up what has waited in a queue past its deadline."""
         self._give_up_late()
+        if self._saver is not None:
+            self._saver.end_late()
         self._greet()
         return self._results.take()
 
     def _give_up_late(self) -> None:
-        if not self._loads and not self._saves and not self._hanging:
+        if not self._loads and not self._hanging:
             return
         now_ms = self._clock.now_ms()
         for load, future in self._loads:
             if now_ms >= load.deadline_ms and not future.done():
                 self._give_up(load, future)
-        for save, future in self._saves:
-            # cancel() succeeds only for work no thread has begun: what runs reports itself.
-            if now_ms >= save.deadline_ms and future.cancel() and self._saver is not None:
-                self._saver.skip(save, "prepare_deadline")
         self._loads = [entry for entry in self._loads if not (entry[1].done() or entry[0].is_over)]
-        self._saves = [entry for entry in self._saves if not entry[1].done()]
         self._hanging = [future for future in self._hanging if not future.done()]
 
     def _give_up(self, load: Load, future: Future[None]) -> None:
@@ -243,7 +220,7 @@ class WorkerSide:
         if self.facts is None or self._link.terms_now is not None or not self._link.is_worth_trying():
             return
         if self._greeting is None or self._greeting.done():
-            self._greeting = self._save_pool.try_submit(self._hello)
+            self._greeting = self._upload_pool.try_submit(self._hello)
 
     def _prefault(self, tensors: Sequence[torch.Tensor]) -> None:
         prefault(tensors, stopping=self._stopping)
@@ -266,22 +243,17 @@ class WorkerSide:
         elsewhere from what was saved. Closing the channels then fails the calls in flight.
         """
         self._stopping.set()
-        ends_at_ms = self._clock.now_ms() + self._settings.shutdown_deadline_ms
-        closing_at_ms = ends_at_ms - self._settings.shutdown_deadline_ms // 4
-        self._save_pool.drain(max(closing_at_ms - self._clock.now_ms(), 0) / 1000)
+        deadline_s = self._settings.shutdown_deadline_ms / 1000
+        ends_at_s = time.monotonic() + deadline_s
         if self._saver is not None:
-            self._saver.hand_over.drain(max(closing_at_ms - self._clock.now_ms(), 0) / 1000)
+            self._saver.drain(ends_at_s - deadline_s / 4)
         self._sidecar.close()
         if self._loader is not None:
             self._loader.close()
         if self._saver is not None:
             self._saver.close()
-        pools = (self._load_pool, self._save_pool, self._early_pool)
-        closers: list[Callable[[float], bool]] = [*(pool.close for pool in pools), self._reporter.close]
-        closers.append(self.adapters.close)
-        if self._saver is not None:
-            closers.append(self._saver.hand_over.close)
-        ended = [close(max(ends_at_ms - self._clock.now_ms(), 0) / 1000) for close in closers]
+        pools = (self._load_pool, self._save_pool, self._upload_pool, self._reporter, self.adapters)
+        ended = [pool.close(max(ends_at_s - time.monotonic(), 0)) for pool in pools]
         if not all(ended):
             log.warning("transfer threads still running at shutdown")
         self._link.close()

@@ -89,10 +89,10 @@ async def test_kv_that_is_being_saved_is_pending_however_long_it_takes(parts):
 
 async def test_kv_that_was_given_up_is_absent_at_once_and_says_why(parts):
     await parts.directory.add("ctx_1", holder="pod-a")
-    parts.sidecars["pod-a"].fail("demo", REF, "staging_full")
+    parts.sidecars["pod-a"].fail("demo", REF, "arena_full")
     found = context_read(*await parts.gateway.contexts.read("demo", "ctx_1"))
 
-    assert found["holder"] == {"endpoint": "pod-a", "state": "absent", "reason": "staging_full"}
+    assert found["holder"] == {"endpoint": "pod-a", "state": "absent", "reason": "arena_full"}
 
 
 async def test_while_the_newest_kv_is_sealing_the_one_before_counts(parts):

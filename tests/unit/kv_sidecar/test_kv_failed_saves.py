@@ -29,14 +29,14 @@ async def test_who_waits_for_a_save_learns_at_once_that_it_was_given_up(kv: Side
     ref = new_cache_ref()
     waiting = asyncio.create_task(kv.catalog.wait_sealed(TENANT, ref, timeout_s=30))
     await asyncio.sleep(0)
-    await kv.catalog.give_up_save(FailedSave(TENANT, ref, "staging_full", 7))
+    await kv.catalog.give_up_save(FailedSave(TENANT, ref, "arena_full", 7))
 
     async with asyncio.timeout(10):
         assert await waiting is None
         assert await kv.catalog.wait_sealed(TENANT, ref, timeout_s=30) is None
-    assert kv.catalog.save_failure(TENANT, ref) == "staging_full"
+    assert kv.catalog.save_failure(TENANT, ref) == "arena_full"
     assert kv.catalog.save_failure("other", ref) == ""
-    assert kv.counted("refused_saves_total", code="staging_full") == 1
+    assert kv.counted("refused_saves_total", code="arena_full") == 1
 
 
 @pytest.mark.parametrize("order", list(permutations(["save 0", "give up 1"])))
@@ -45,7 +45,7 @@ async def test_one_rank_that_gives_up_ends_the_save_in_any_order(kv: SidecarUnde
 
     async def step(name: str) -> None:
         if name == "give up 1":
-            await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "staging_full", 7))
+            await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "arena_full", 7))
             return
         rank = replace(new, rank=int(name[-1]))
         try:
@@ -59,7 +59,7 @@ async def test_one_rank_that_gives_up_ends_the_save_in_any_order(kv: SidecarUnde
         await step(name)
 
     assert await kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=0) is None
-    assert kv.catalog.save_failure(TENANT, new.cache_ref) == "staging_full"
+    assert kv.catalog.save_failure(TENANT, new.cache_ref) == "arena_full"
     assert kv.block_files() == set()
 
 
@@ -91,8 +91,8 @@ async def test_what_is_no_failure_is_refused(kv: SidecarUnderTest, failed: Faile
 
 
 def test_the_words_of_a_later_release_are_one_label() -> None:
-    assert [counted_reason(reason) for reason in ("staging_full", "storage_full", "brand_new")] == [
-        "staging_full",
+    assert [counted_reason(reason) for reason in ("arena_full", "storage_full", "brand_new")] == [
+        "arena_full",
         "storage_full",
         "other",
     ]

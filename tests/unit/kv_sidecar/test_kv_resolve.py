@@ -135,7 +135,7 @@ async def test_the_end_of_a_save_without_a_manifest_ends_the_wait(pods: Pods) ->
     new = new_save(DOCUMENT, now_ms=pods.here.clock.now_ms())
     asked = asyncio.create_task(pods.ask(new.cache_ref, saving=(new.cache_ref,), wait_ms=LONG_MS))
     await pods.waits(asked)
-    await pods.here.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "staging_full"))
+    await pods.here.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "arena_full"))
     found = await asked
 
     assert (found.manifest, found.reason) == (None, "cache_ref_not_found")

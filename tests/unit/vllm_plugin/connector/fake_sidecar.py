@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -18,6 +19,7 @@ from contextcache.errors import (
     CacheRefPending,
     ContextDeleted,
     FingerprintMismatch,
+    InvalidRequest,
     SaveIncomplete,
     SidecarUnavailable,
     StorageFull,
@@ -72,8 +74,8 @@ class FakeArena(Arena):
 class FakeSidecar(EngineSidecarClient):
     """One instance serves all clients of an engine."""
 
-    def __init__(self, *, block_tokens: int = 64, arena_bytes: int = 0) -> None:
-        """`arena_bytes` 0: frames."""
+    def __init__(self, *, block_tokens: int = 64, arena_bytes: int = 16 << 20) -> None:
+        """`arena_bytes` 0: it shares no memory."""
         self.block_tokens = block_tokens
         self.memory = Memory(limit_bytes=arena_bytes)
         self.memory.open()
@@ -93,6 +95,9 @@ class FakeSidecar(EngineSidecarClient):
         self.handshakes: list[str] = []
         self.prepared: dict[str, Manifest] = {}
         self.prepare_timeouts_s: list[float] = []
+        self.early: set[str] = set()
+        """Open saves of which more tokens follow."""
+        self.sent_token_bytes = 0
         self.early_tokens: list[int] = []
         """Of each announcement ahead of a save."""
         self.deleted: set[str] = set()
@@ -122,12 +127,9 @@ class FakeSidecar(EngineSidecarClient):
 
     @override
     def prepare_save(self, request, timeout_s):
-        self.prepare_timeouts_s.append(timeout_s)
-        self._arrive("prepare_save")
-        if request.cache_ref in self.deleted:
-            raise ContextDeleted("deleted")
+        self._arrived_in_time("prepare_save", request, timeout_s)
         token_ids = unpack_token_ids(request.token_ids)
-        kept = tuple(value_of(KVGroup, group) for group in request.groups)
+        groups = tuple(value_of(KVGroup, group) for group in request.groups)
         manifest = with_files(
             Manifest(
                 cache_ref=request.cache_ref,
@@ -135,19 +137,57 @@ class FakeSidecar(EngineSidecarClient):
                 session_id=request.session_id,
                 fingerprint=request.fingerprint,
                 token_ids=token_ids,
-                groups=kept or (plain_group(len(token_ids), self.block_tokens),),
+                groups=groups or (plain_group(len(token_ids), self.block_tokens),),
                 files=(),
                 world_size=request.world_size,
                 expires_at_ms=request.expires_at_ms,
             )
         )
-        if request.early:
+        return pb.PrepareSaveResponse(
+            missing_files=self._announce(manifest, early=request.early), num_files=len(manifest.files)
+        )
+
+    @override
+    def extend_save(self, request, timeout_s):
+        self._arrived_in_time("extend_save", request, timeout_s)
+        known = self.prepared.get(request.cache_ref)
+        if known is None or request.cache_ref not in self.early or request.first_token > len(known.token_ids):
+            raise SaveIncomplete("no save with this cache_ref is open")
+        new = unpack_token_ids(request.token_ids)
+        if known.token_ids[request.first_token :] != new[: len(known.token_ids) - request.first_token]:
+            raise InvalidRequest("the ranks sent different data for this cache_ref", param="cache_ref")
+        token_ids = known.token_ids[: request.first_token] + new
+        group = replace(known.groups[0], runs=((0, len(token_ids)),))
+        manifest = with_files(replace(known, token_ids=token_ids, groups=(group,)))
+        missing = self._announce(manifest, early=request.early, first_token=request.first_token)
+        return pb.ExtendSaveResponse(missing_files=missing, num_files=len(manifest.files))
+
+    def _arrived_in_time(
+        self, call: str, request: pb.PrepareSaveRequest | pb.ExtendSaveRequest, timeout_s: float
+    ) -> None:
+        self.prepare_timeouts_s.append(timeout_s)
+        self._arrive(call)
+        self.sent_token_bytes += len(request.token_ids)
+        if request.cache_ref in self.deleted:
+            raise ContextDeleted("deleted")
+
+    def _announce(self, manifest: Manifest, *, early: bool, first_token: int = 0) -> list[int]:
+        """Open or extend a save; return the files that have to come."""
+        if early:
+            assert [group.kind for group in manifest.groups] == ["full_attention"]
+            assert not any(file.kind == "tail" for file in manifest.files), "whole files alone go ahead"
+            self.early.add(manifest.cache_ref)
             self.early_tokens.append(len(manifest.token_ids))
         else:
-            self.prepared[request.cache_ref] = manifest
-        kinds_and_names = zip(manifest.files, self._names(manifest), strict=True)
-        missing = [i for i, (file, name) in enumerate(kinds_and_names) if file.kind == "tail" or name not in self.files]
-        return pb.PrepareSaveResponse(missing_files=missing, num_files=len(manifest.files))
+            self.early.discard(manifest.cache_ref)
+            first_token = 0
+        self.prepared[manifest.cache_ref] = manifest
+        named = enumerate(zip(manifest.files, self._names(manifest), strict=True))
+        return [
+            index
+            for index, (file, name) in named
+            if file.end_token > first_token and (file.kind == "tail" or name not in self.files)
+        ]
 
     @override
     def lend_slots(self, request, timeout_s):
@@ -192,6 +232,8 @@ class FakeSidecar(EngineSidecarClient):
     @override
     def seal(self, cache_ref, rank, timeout_s):
         self._arrive("seal")
+        if cache_ref in self.early:
+            raise SaveIncomplete("more tokens follow")
         manifest = self.prepared.pop(cache_ref, None)
         if manifest is None or not set(self._names(manifest)) <= set(self.files):
             raise SaveIncomplete("blocks are missing")

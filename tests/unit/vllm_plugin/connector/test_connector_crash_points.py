@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from vllm_plugin.connector.loads import loading
-from vllm_plugin.connector.saves import hand_over, saving
+from vllm_plugin.connector.saves import saving
 from vllm_plugin.crash_points import BETWEEN_HANDED_BLOCKS, BETWEEN_LOADED_BLOCKS, POINTS
 
 A = cache_ref(1)
@@ -21,7 +21,6 @@ def test_a_save_and_a_load_pass_every_point_and_no_other(
     """Seen failing with a point taken out of saving.py."""
     passed: list[str] = []
     monkeypatch.setattr(saving, "crash_point", passed.append)
-    monkeypatch.setattr(hand_over, "crash_point", passed.append)
     monkeypatch.setattr(loading, "crash_point", passed.append)
     engine = start_engine()
     engine.save(PROMPT, A)
@@ -42,7 +41,7 @@ def test_a_save_is_counted_and_its_files_are_gone_before_it_is_said_to_have_ende
     end_save = worker._results.end_save
 
     def watched(ref: str) -> None:
-        seen.append((engine.counted("saves"), worker._saver.hand_over.budget.used_bytes))
+        seen.append((engine.counted("saves"), engine.sidecar.memory.lent_bytes))
         end_save(ref)
 
     worker._results.end_save = watched

@@ -15,7 +15,7 @@ from kv_sidecar.client import parse_block_file
 from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from vllm_plugin.connector import connector
-from vllm_plugin.connector.saves.hand_over import Save
+from vllm_plugin.connector.saves.saving import Save
 from vllm_plugin.connector.settings import ConnectorSettings
 
 A, B = cache_ref(1), cache_ref(2)
@@ -81,7 +81,7 @@ def test_a_long_prompt_is_shipped_in_its_chunks_and_each_file_once(engine: Engin
     assert len(taken) == len(set(taken)) == 15
     assert engine.sidecar.manifests[A].token_ids == (*prompt, *answer[:-1])
     assert (engine.counted("early_saves"), engine.counted("saves")) == (1, 1)
-    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
+    assert engine.sidecar.memory.lent_bytes == 0
 
 
 def test_what_was_shipped_is_loaded_as_it_was_computed(engine: Engine) -> None:
@@ -182,7 +182,8 @@ def test_blocks_that_become_somebody_elses_are_not_shipped(start_engine: Callabl
     # No look-up: its thread may take longer than three steps.
     engine = start_engine(num_blocks=64, extra={"early_saves": "on", "match_prefix": False})
     side, gate = engine.loop.worker.worker_side, threading.Event()
-    side._early_pool.try_submit(lambda: gate.wait(30) and None)
+    for _ in range(side._settings.save_threads):
+        side._upload_pool.try_submit(lambda: gate.wait(30) and None)
     engine.loop.add("gone", tokens(900), params=transfer(save=A))
     for _ in range(3):
         engine.loop.step()
@@ -196,7 +197,8 @@ def test_blocks_that_become_somebody_elses_are_not_shipped(start_engine: Callabl
     assert engine.counted("lost_early_saves", "overtaken") == 1
     assert engine.sidecar.files == {}
     assert engine.sidecar.early_tokens == [], "a request that is over is not announced"
-    assert side._saver.hand_over._live == set(), "its plan does not stay, for every shutdown to wait for"
+    side.take_results()
+    assert side._saver._saves == {}, "its tokens do not stay"
 
 
 def test_what_is_copied_during_the_step_that_overwrites_it_is_dropped(start_engine: Callable[..., Engine]) -> None:
@@ -212,12 +214,12 @@ def test_what_is_copied_during_the_step_that_overwrites_it_is_dropped(start_engi
     fill, start_load_kv = saver._fill, loop.worker.start_load_kv
 
     def late_fill(save: Save, *what: Any) -> None:
-        if save.plan.family == f"{A}:early":
+        if save.plan.cache_ref == A:
             assert copying.wait(20)
         fill(save, *what)
 
     def after_the_forward(*arguments: Any, **names: Any) -> None:
-        if f"{A}:early" in loop.worker._get_connector_metadata().overtaken and not copying.is_set():
+        if A in loop.worker._get_connector_metadata().overtaken and not copying.is_set():
             copying.set()
             loop.settle()
         start_load_kv(*arguments, **names)
@@ -246,10 +248,10 @@ def test_that_one_rank_is_done_does_not_keep_the_word_from_the_others(engine: En
     side = engine.loop.connector.scheduler_side
     engine.loop.add("gone", tokens(900), params=transfer(save=A))
     engine.loop.run(lambda: bool(engine.sidecar.early_tokens))
-    side.saves_ended([f"{A}:early:1"])
+    side.saves_ended([f"{A}@0"])
     engine.loop.abort("gone")
 
-    assert side._early_saves.take_overtaken() == (f"{A}:early",)
+    assert side._running.take_overtaken() == (A,)
 
 
 def test_a_preempted_request_ships_on_and_every_file_is_right(start_engine: Callable[..., Engine]) -> None:

@@ -217,12 +217,13 @@ def test_a_checkpoint_of_a_request_that_is_left_out_of_a_step_is_read_no_more(en
     gate = busy_savers(engine)
     engine.loop.add("save", tokens(200), params=transfer(save=A), max_tokens=80)
     side = engine.loop.connector.scheduler_side
-    while not any(each.block_ids for each in side._checkpoints._watched.values()):
+    while not any(each.checkpoint for each in side._running._watched.values()):
         engine.loop.step()
-    left_out = SimpleNamespace(kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: None))
-    assert side._checkpoints.observe(left_out, side._facts) == []
+    blocks = SimpleNamespace(get_block_ids=lambda _: None)
+    left_out = SimpleNamespace(kv_connector_block_state=blocks, preempted_req_ids=None)
+    assert side._running.observe(left_out, side._facts, lambda _: False) == []
 
-    assert side._checkpoints.take_overtaken() == (prompt_ref(A),)
+    assert side._running.take_overtaken() == (prompt_ref(A),)
     gate.set()
 
 

@@ -16,7 +16,6 @@ from vllm_plugin.connector.metadata import (
     EngineGroup,
     LoadPlan,
     RankFacts,
-    SavePlan,
     common_prefix,
     refusal,
 )
@@ -185,16 +184,15 @@ def test_a_manifest_that_does_not_fit_is_refused_with_a_reason(change: dict[str,
 
 
 @given(groups=st.sampled_from(MIXES), num_tokens=st.integers(1, 700), file_tokens=st.sampled_from([16, 64, 256]))
-def test_the_pieces_of_a_save_hold_every_kept_block_once(
+def test_the_files_of_a_save_hold_every_kept_block_once(
     groups: tuple[EngineGroup, ...], num_tokens: int, file_tokens: int
 ) -> None:
-    tokens = tuple(range(num_tokens))
-    held = tuple(tuple(range(g.first_needed(num_tokens), g.num_positions(num_tokens))) for g in groups)
-    plan = SavePlan("e", "demo", "ctx_1", "ref", 1, 1, tokens, groups, held, "f")
-    files = context_files("ref", "f", "demo", tokens, plan.kept(file_tokens_min=file_tokens))
-    pieces = [plan.piece(index, file) for index, file in enumerate(files)]
+    held = [tuple(range(g.first_needed(num_tokens), g.num_positions(num_tokens))) for g in groups]
+    kept = [group.kept(num_tokens, file_tokens_min=file_tokens) for group in groups]
+    files = context_files("ref", "f", "demo", tuple(range(num_tokens)), kept)
 
-    for number, ids in enumerate(held):
-        assert tuple(block for piece in pieces if piece.file.group == number for block in piece.block_ids) == ids
-    assert all(len(piece.block_ids) == piece.num_pages for piece in pieces)
-    assert all(piece.token_ids == tokens[piece.file.first_token : piece.file.end_token] for piece in pieces)
+    for number, (group, ids) in enumerate(zip(groups, held, strict=True)):
+        own = [file for file in files if file.group == number]
+        first = group.first_needed(num_tokens)
+        assert tuple(block for file in own for block in group.blocks_of(file, ids, first)) == ids
+        assert all(len(group.blocks_of(file, ids, first)) == group.num_pages(file) for file in own)

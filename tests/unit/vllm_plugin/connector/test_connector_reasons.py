@@ -16,13 +16,12 @@ MODULES = {
     "scheduler_side",
     "worker_side",
     "saves/saving",
-    "saves/hand_over",
 }
 """Those that give saves up, or leave engines alone."""
-SAYS_WHY = {"UncarriedEngine": 0, "GivenUp": 0, "leave_alone": 0, "give_up": 1, "skip": 1, "_abandon": 2}
+SAYS_WHY = {"UncarriedEngine": 0, "SaveEnds": 0, "leave_alone": 0, "end": 1, "_lose": 2, "_abandon": 2}
 SAYS_WHY |= {"_leave_out": 1}
 """Calls that take such a word, and at which place."""
-WORDS = {"fault", "reason", "_WEIGHTS_CHANGED", "UNKNOWN", "CHANGED"}
+WORDS = {"fault", "obstacle", "reason", "_WEIGHTS_CHANGED", "UNKNOWN", "CHANGED"}
 """Variables that hold one."""
 
 
@@ -54,7 +53,8 @@ def test_every_reason_the_connector_gives_is_a_label_of_the_sidecars() -> None:
         "no_layers",
         "ranks_unknown",
         "state_ahead",
-        "staging_full",
+        "arena_full",
+        "no_arena",
         "not_computed",
         "null_block",
         "adapter_changed",

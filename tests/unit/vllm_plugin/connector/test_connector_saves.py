@@ -12,13 +12,14 @@ from contextcache.errors import SidecarUnavailable
 from kv_sidecar.tiers.memory import Place
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
+from tests.unit.vllm_plugin.connector.loop_connector import LoopConnector
 from vllm_plugin.connector.copies.pages import page_bytes
 from vllm_plugin.connector.metadata import SavePlan
+from vllm_plugin.connector.sidecar_link import Arena
 
 A, B = cache_ref(1), cache_ref(2)
 PROMPT = list(range(1, 151))
-HEAD_BYTES = 1024
-"""More than the head of a file of 64 tokens."""
+NO_ARENA = "the sidecar shares no memory with this engine: no KV is saved or loaded"
 
 
 def test_a_finished_request_is_saved_up_to_the_last_token_that_has_kv(engine: Engine) -> None:
@@ -169,28 +170,56 @@ def test_files_hold_whole_engine_blocks_whatever_the_sidecar_would_like(start_en
     assert engine.counted("loads") == 1
 
 
-def test_staging_that_is_full_skips_the_save_and_gives_everything_back(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine(extra={"staging_limit_bytes": 1000})
+def test_a_file_that_the_arena_cannot_hold_skips_the_save(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(sidecar=FakeSidecar(arena_bytes=4_096))
     free = engine.loop.free_blocks
     engine.save(PROMPT, A)
+    engine.loop.settle()
 
-    assert engine.counted("skipped_saves", "staging_full") == 1
+    assert engine.counted("skipped_saves", "arena_full") == 1
     assert engine.loop.free_blocks == free
-    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
+    assert engine.sidecar.abandoned == {A: "arena_full"}
 
 
-def room_for(engine: Engine, num_blocks: int) -> None:
-    """Set the staging budget to so many of the sidecar's block files."""
-    side = engine.loop.worker.worker_side
-    pages = engine.sidecar.block_tokens // side.facts.groups[0].block_tokens
-    file_bytes = pages * page_bytes(side._layers.shapes[0]) + HEAD_BYTES
-    side._saver.hand_over.budget.limit_bytes = num_blocks * file_bytes
+def test_without_an_arena_nothing_is_saved_and_the_reason_is_counted(
+    start_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start_engine(sidecar=FakeSidecar(arena_bytes=0))
+    free = engine.loop.free_blocks
+    engine.save(PROMPT, A)
+    engine.save([7, *PROMPT], B, name="next")
+    engine.loop.settle()
+
+    assert engine.counted("skipped_saves", "no_arena") == 2
+    assert engine.sidecar.abandoned == {A: "no_arena", B: "no_arena"}
+    assert engine.loop.free_blocks == free
+    assert [record.message for record in caplog.records if "shares no memory" in record.message] == [NO_ARENA]
 
 
-def test_a_context_twenty_times_the_staging_is_saved_whole(start_engine: Callable[..., Engine]) -> None:
+def test_an_arena_that_is_refused_saves_nothing(
+    start_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine, another user, a sandbox that passes no descriptors."""
+
+    def refused(self: LoopConnector, on_gone: Callable[[], None]) -> Arena:
+        raise PermissionError
+
+    monkeypatch.setattr(LoopConnector, "open_arena", refused)
+    engine = start_engine()
+    engine.save(PROMPT, A)
+
+    assert engine.counted("skipped_saves", "no_arena") == 1
+    assert engine.counted("refused_arenas") == 1
+
+
+def small_arena() -> FakeSidecar:
+    """Return a sidecar with room for one block file."""
+    return FakeSidecar(arena_bytes=12_000)
+
+
+def test_a_context_twenty_times_the_arena_is_saved_whole(start_engine: Callable[..., Engine]) -> None:
     """Seen failing when a save took all its bytes at once: skipped, and so was every later turn's."""
-    engine = start_engine(num_blocks=256)
-    room_for(engine, 1)
+    engine = start_engine(num_blocks=256, sidecar=small_arena())
     free = engine.loop.free_blocks
     prompt = [1 + i % 900 for i in range(20 * 64 + 5)]
     answer = engine.save(prompt, A)
@@ -199,12 +228,11 @@ def test_a_context_twenty_times_the_staging_is_saved_whole(start_engine: Callabl
     assert engine.sidecar.manifests[A].token_ids == (*prompt, *answer[:-1])
     assert engine.counted("skipped_saves") == 0
     assert engine.loop.free_blocks == free
-    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
+    assert engine.sidecar.memory.lent_bytes == 0
 
 
-def test_two_saves_larger_than_the_staging_share_it(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine(num_blocks=256)
-    room_for(engine, 1)
+def test_two_saves_larger_than_the_arena_share_it(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(num_blocks=256, sidecar=small_arena())
     engine.loop.add("one", [1 + i % 900 for i in range(9 * 64)], params=transfer(save=A))
     engine.loop.add("two", [2 + i % 900 for i in range(9 * 64)], params=transfer(save=B))
     engine.loop.run(lambda: not engine.loop.scheduler.has_requests())
@@ -215,8 +243,7 @@ def test_two_saves_larger_than_the_staging_share_it(start_engine: Callable[..., 
 
 
 def test_blocks_are_not_held_for_a_sidecar_that_takes_nothing(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine()
-    room_for(engine, 1)
+    engine = start_engine(sidecar=small_arena())
     free = engine.loop.free_blocks
     hang = engine.sidecar.hang["save_blocks"] = threading.Event()
     engine.loop.add("save", PROMPT, params=transfer(save=A))
@@ -225,7 +252,6 @@ def test_blocks_are_not_held_for_a_sidecar_that_takes_nothing(start_engine: Call
     engine.sidecar.wait_for("save_blocks")
     held = engine.loop.free_blocks
     engine.clock.advance(ms=2_000)
-    _settle_copies(engine)
     engine.loop.step()
 
     assert held < free
@@ -235,12 +261,11 @@ def test_blocks_are_not_held_for_a_sidecar_that_takes_nothing(start_engine: Call
     engine.loop.settle()
     assert engine.sidecar.manifests == {}
     assert engine.sidecar.abandoned == {A: "hold_deadline"}
-    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
+    assert engine.sidecar.memory.lent_bytes == 0
 
 
 def test_a_hand_over_that_fails_frees_the_blocks_at_once(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine()
-    room_for(engine, 1)
+    engine = start_engine(sidecar=small_arena())
     free = engine.loop.free_blocks
     engine.sidecar.hang["save_blocks"] = threading.Event()
     engine.sidecar.timeout_s = 0.01
@@ -250,7 +275,7 @@ def test_a_hand_over_that_fails_frees_the_blocks_at_once(start_engine: Callable[
     assert engine.counted("skipped_saves", "sidecar_unavailable") == 1
     assert engine.counted("skipped_saves") == 1
     assert engine.loop.free_blocks == free
-    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
+    assert engine.sidecar.memory.lent_bytes == 0
 
 
 def test_a_larger_context_may_be_held_for_longer(start_engine: Callable[..., Engine]) -> None:
@@ -259,18 +284,10 @@ def test_a_larger_context_may_be_held_for_longer(start_engine: Callable[..., Eng
     layers = engine.loop.worker.worker_side._layers
     now_ms, ref = engine.clock.now_ms(), A
     groups = engine.loop.worker.worker_side.facts.groups
-    plan = SavePlan("engine", "demo", "ctx_1", ref, 0, 1, (1,) * 32, groups, ((1, 2),), fingerprint="f")
+    plan = SavePlan("engine", "demo", "ctx_1", ref, 0, 1, 0, bytes(4 * 32), groups, ((1, 2),), fingerprint="f")
+    saver.start(plan, None)
 
-    assert saver.open(plan, None).deadline_ms == now_ms + 2_000 + 2 * page_bytes(layers.shapes[0])
-
-
-def test_the_sidecar_is_told_why_nothing_was_saved(start_engine: Callable[..., Engine]) -> None:
-    """Seen failing: only a counter knew, and a create waited for a seal that could not come."""
-    engine = start_engine(extra={"staging_limit_bytes": 1000})
-    engine.save(PROMPT, A)
-    engine.loop.settle()
-
-    assert engine.sidecar.abandoned == {A: "staging_full"}
+    assert saver._saves[A].deadline_ms == now_ms + 2_000 + 2 * page_bytes(layers.shapes[0])
 
 
 def test_an_abort_is_told_to_the_sidecar_too(start_engine: Callable[..., Engine]) -> None:
@@ -285,20 +302,28 @@ def test_an_abort_is_told_to_the_sidecar_too(start_engine: Callable[..., Engine]
     assert engine.sidecar.abandoned == {A: "not_computed"}
 
 
-def test_a_save_that_finds_no_room_in_the_arena_goes_in_frames(start_engine: Callable[..., Engine]) -> None:
-    """As when an engine that was stopped keeps all that it was lent, or loads have pinned it all.
-
-    Seen failing when a slot was waited for: the engine's blocks were held, and the save was lost.
-    """
+def test_a_save_waits_for_room_in_the_arena_no_longer_than_blocks_may_be_held(
+    start_engine: Callable[..., Engine],
+) -> None:
+    """As when an engine that was stopped keeps all that it was lent, or loads have pinned it all."""
     engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
-    memory = engine.sidecar.memory
+    free, memory = engine.loop.free_blocks, engine.sidecar.memory
     memory.borrowers.add("stopped")
     assert memory.lend("stopped", Place(B, 0, 0), 39_000)
-    engine.save(PROMPT, A)
+    engine.loop.add("save", PROMPT, params=transfer(save=A))
+    for _ in range(6):
+        engine.loop.step()
+    engine.sidecar.wait_for("lend_slots")
+    held = engine.loop.free_blocks
+    engine.clock.advance(ms=2_000)
+    engine.loop.step()
+    engine.loop.settle()
+    engine.loop.step()
 
-    assert A in engine.sidecar.manifests
+    assert held < free
+    assert engine.loop.free_blocks == free
+    assert engine.sidecar.abandoned == {A: "hold_deadline"}
     assert memory.lent_bytes == 39_000
-    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
 
 
 def test_a_word_that_was_lost_is_told_again_when_there_is_no_room(start_engine: Callable[..., Engine]) -> None:
@@ -352,7 +377,7 @@ def test_an_arena_is_let_go_after_a_late_answer_only_where_that_may_have_lent_sl
 ) -> None:
     """Its end is what frees them. Seen failing: every call that ran out of its time had the arena mapped anew."""
     engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
-    link = engine.loop.worker.worker_side._saver._link
+    link = engine.loop.worker.worker_side._link
     opened, open_arena = [], link._open_arena
     link._open_arena = lambda on_gone: opened.append(1) or open_arena(on_gone)
     hang = engine.sidecar.hang[call] = threading.Event()
@@ -385,7 +410,7 @@ def test_a_save_that_is_lost_leaves_no_slot_and_no_bytes_behind(engine: Engine) 
     engine.loop.settle()
 
     assert engine.counted("skipped_saves", "sidecar_unavailable") == 1
-    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
+    assert engine.sidecar.memory.lent_bytes == 0
     engine.sidecar.wait_for("return_slots")
     engine.loop.settle()
     assert engine.sidecar.memory.lent_bytes == 0

@@ -19,7 +19,7 @@ from vllm_plugin.connector.loads.lookup import PendingSaves
 from vllm_plugin.connector.metadata import RankFacts
 from vllm_plugin.connector.sidecar_link import LazySidecar
 from vllm_plugin.connector.telemetry import ConnectorPromMetrics, ConnectorStats, Counters, hit_source
-from vllm_plugin.connector.transfer import ResultBox, StagingBudget, TransferPool
+from vllm_plugin.connector.transfer import ResultBox, TransferPool
 
 A = cache_ref(1)
 
@@ -105,16 +105,6 @@ def test_work_that_was_refused_never_runs(monkeypatch: pytest.MonkeyPatch) -> No
     assert refused is None
     assert not ran.is_set()
     assert pool.close(30)
-
-
-def test_the_staging_budget_is_a_hard_bound() -> None:
-    budget = StagingBudget(100)
-
-    assert budget.try_take(60)
-    assert not budget.try_take(41)
-    assert budget.try_take(40)
-    budget.give_back(60)
-    assert budget.used_bytes == 40
 
 
 def test_results_are_taken_once() -> None:

@@ -249,12 +249,12 @@ async def test_a_create_whose_kv_is_late_is_registered_all_the_same_and_counted(
 
 
 async def test_a_create_whose_kv_was_given_up_says_why(pod):
-    pod.sidecar.no_kv = "staging_full"
+    pod.sidecar.no_kv = "arena_full"
 
     answer = await pod.create(prompt="Hello")
 
     assert answer.json["usage"]["context"]["committed"]
-    assert answer.json["usage"]["context"]["reason"] == "staging_full"
+    assert answer.json["usage"]["context"]["reason"] == "arena_full"
 
 
 async def test_a_turn_that_found_no_kv_says_why_there_is_none(pod):
@@ -263,11 +263,11 @@ async def test_a_turn_that_found_no_kv_says_why_there_is_none(pod):
         failed=False, device_tokens=0, loaded_tokens=0, tier="", restore_ms=1, reason="cache_ref_not_found"
     )
     unknown = await pod.ask(session_id, prompt=" more")
-    pod.sidecar.no_kv = "staging_full"
+    pod.sidecar.no_kv = "arena_full"
     known = await pod.ask(session_id, prompt=" more")
 
     assert unknown.json["usage"]["context"]["reason"] == "cache_ref_not_found"
-    assert known.json["usage"]["context"]["reason"] == "staging_full"
+    assert known.json["usage"]["context"]["reason"] == "arena_full"
 
 
 async def test_a_dead_sidecar_costs_no_answer(pod):
