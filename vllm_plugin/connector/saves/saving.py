@@ -274,17 +274,17 @@ class Saver:
                 return
             (plan, fence), save.part = save.part, None
         fault = self._fault_of(_COPY_OUT, save, lambda: self._copy_out(save, plan, fence))
-        if plan.early:
-            self.counters.add(*(("lost_early_saves", fault) if fault else ("early_saves",)))
-        elif fault:
+        if fault and not plan.early:
             self.end(save, fault)
             return
-        else:
+        if not plan.early:
             crash_point(COPIED_OUT)
         with save.lock:
             if not save.move("part copied" if plan.early else "all copied"):
-                return  # it has ended meanwhile
+                return  # it has ended meanwhile, and is counted
             waiting = save.part
+        if plan.early:
+            self.counters.add(*(("lost_early_saves", fault) if fault else ("early_saves",)))
         if plan.holds_blocks:
             self.results.release_blocks(plan.engine_request_id)
         if waiting is not None:
