@@ -17,6 +17,7 @@ import torch
 
 from contextcache.model import Manifest
 from contextcache.names import new_cache_ref
+from kv_sidecar.client import pack_token_ids
 from kv_sidecar.tiers.arena import SUFFIX
 from tests.kit.connector_rank import BLOCK_BYTES, BLOCK_TOKENS, HEAD_BYTES, Rank, door_of, load_plan, save_plan
 from tests.kit.process_memory import arenas_of
@@ -56,7 +57,7 @@ def ranks_of(process: SidecarProcess, num_ranks: int = 1) -> Iterator[list[Rank]
 
 def saved(rank: Rank, number: int = 0) -> Manifest:
     plan = save_plan(rank, new_cache_ref(), NUM_TOKENS, OLD)
-    rank.run(save=replace(plan, token_ids=tuple(range(number, NUM_TOKENS + number))))
+    rank.run(save=replace(plan, token_ids=pack_token_ids(range(number, NUM_TOKENS + number))))
     return rank.manifest(plan.cache_ref)
 
 
@@ -70,7 +71,7 @@ def saved_after_a_restart(rank: Rank, number: int) -> Manifest:
     def is_kept() -> bool:
         num_ended, num_kept = ended(), counters.get("saves")
         plan = save_plan(rank, new_cache_ref(), NUM_TOKENS, OLD)
-        rank.run(save=replace(plan, token_ids=tuple(range(number, NUM_TOKENS + number))))
+        rank.run(save=replace(plan, token_ids=pack_token_ids(range(number, NUM_TOKENS + number))))
         wait_until(lambda: ended() > num_ended, what="the save ends", deadline_s=60)
         if counters.get("saves") > num_kept:
             found.append(rank.manifest(plan.cache_ref))
@@ -90,7 +91,7 @@ def comes_back(rank: Rank, manifest: Manifest) -> bool:
 
 def arena_of(process: SidecarProcess) -> int:
     assert process._process is not None
-    (inode,) = arenas_of(process._process.pid)
+    inode, _ = sorted(arenas_of(process._process.pid))  # the memory, and the table of its generations
     return inode
 
 
