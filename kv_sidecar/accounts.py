@@ -186,7 +186,7 @@ class UsageMeter:
 
     async def _tell(self) -> None:
         for tenant in list(self._unsent):
-            # Behind all others until it is counted: a tenant whose shard hangs is not always the first.
+            # Places itself behind all others until it is counted: a tenant whose shard hangs is not always the first.
             number, counts = self._unsent[tenant] = self._unsent.pop(tenant)
             try:
                 await self._manager.add_usage(tenant, [Usage("", counts)], sender=self._sender, number=number)

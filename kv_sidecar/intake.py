@@ -1,6 +1,6 @@
 """Decisions on saves in flight: which ranks, tokens and files belong to a save, and when it ends. No I/O.
 
-A save ends sealed, or by `Intake.end` with a reason. Whoever calls `end` frees the blocks that it returns.
+A save ends sealed, or by `Intake.end` with a reason. The caller of `end` frees the blocks that it returns.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 _PROCESS_BYTES = 512 << 20
 """Memory beside the arena: the process, blocks on their way to a shared store, a block for each thread and stream."""
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Of this process's own container (cgroup v2)."""
+"""Files of this process's own container (cgroup v2)."""
 
 
 def unmet(

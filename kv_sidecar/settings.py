@@ -16,7 +16,7 @@ from kv_sidecar.store.objects import check_store_url
 from kv_sidecar.store.writer import SharedLimits
 
 _CONTAINER = Path("/sys/fs/cgroup")
-"""Of this process's own container (cgroup v2)."""
+"""Files of this process's own container (cgroup v2)."""
 
 
 class SidecarSettings(TlsSettings, TracingSettings):

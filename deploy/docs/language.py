@@ -32,7 +32,7 @@ HEADLESS = re.compile(r"(?:Of|Those|What|Who|Whose|The same|By which|As long|Som
 """First words of a note without a noun or a verb. Notes of 200 characters and more tell their subject later."""
 HEADLESS_NOTES = 10
 """Notes that may begin so, in all packages together."""
-NOTES = ["contextcache", "context_manager", "gateway", "integrations", "pod_injector"]
+NOTES = ["contextcache", "context_manager", "gateway", "integrations", "kv_sidecar", "pod_injector", "vllm_plugin"]
 """Packages whose docstrings and comments are measured."""
 PACKAGES = ["contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "integrations", "gateway", "pod_injector"]
 _SENTENCE = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)[\"'”)*_]*\s+")

@@ -58,7 +58,7 @@ class CollectorLimits:
     limit_bytes: int
     """Bytes of blocks in the store; the least recently used contexts are evicted first. 0: no limit."""
     tenant_limit_bytes: int
-    """The same for each tenant."""
+    """Bytes of each tenant, counted alike."""
     grace_s: float = 3600
     """Age from which an unreferenced object is removed. Longer than the write of any context."""
     interval_s: float = 900
@@ -98,7 +98,7 @@ class SharedCollector:
         if last is not None:
             await self._hear(last)
             self._count_held(now_ms - last.modified_at_ms)
-        # With the former bytes: other pods see that a pass is in progress.
+        # Writes the former bytes: other pods see that a pass is in progress.
         await self.objects.put(COLLECTOR, json.dumps(dict(self.bytes_by_tenant)).encode())
         removed, shelves = 0, {}
         for tenant in await self.objects.directories():

@@ -29,10 +29,10 @@ _LONGEST_PAUSE_MS = 10_000
 
 
 class Arena(Protocol):
-    """`kv_sidecar.client.MappedArena`; whoever writes to a lent slot holds it."""
+    """`kv_sidecar.client.MappedArena`; a writer to a lent slot holds it."""
 
     borrower: str
-    """What the sidecar calls this process."""
+    """Name of this process at the sidecar."""
     size_bytes: int
 
     def view(self, offset: int, size_bytes: int) -> memoryview:

@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Results:
-    """What has ended since the engine last asked. Request ids are the engine's own."""
+    """Transfers that have ended since the engine last asked. Request ids are the engine's own."""
 
     sent: set[str] = field(default_factory=set)
     """Finished requests whose blocks may be freed."""
     received: set[str] = field(default_factory=set)
     """Requests whose load has ended, well or badly."""
     failed: set[str] = field(default_factory=set)
-    """Those of `received` that must be computed."""
+    """Requests of `received` that must be computed."""
     ended_saves: set[str] = field(default_factory=set)
     """cache_refs that were sealed, skipped or given up."""
 
@@ -42,7 +42,7 @@ class ResultBox:
             self._changed.notify()
 
     def end_save(self, cache_ref: str) -> None:
-        """Tell that nobody needs to wait for this save any more."""
+        """Tell that this save needs no more waiting."""
         with self._changed:
             self._results.ended_saves.add(cache_ref)
 

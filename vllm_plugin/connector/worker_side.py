@@ -79,7 +79,7 @@ class WorkerSide:
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         self.facts: RankFacts | None = None
-        """What the scheduler must know; set once the KV tensors are there."""
+        """Facts for the scheduler; set once the KV tensors are there."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn the paged tensors, and so the fingerprint. Raises UncarriedEngine for layouts we cannot carry."""

@@ -134,7 +134,7 @@ class PageCodec:
 def _ends(values: torch.Tensor) -> tuple[Ends, Ends]:
     """Return near and far ends of `[pages, groups, size]`; of a group with a NaN, NaNs."""
     low, high = _halves(values, pad_with=values[..., :1])
-    # Of half as many: a reduction calls threads sooner than the rest.
+    # Half as many: a reduction calls threads sooner than the rest.
     smallest, largest = torch.minimum(low, high).amin(2).numpy(), torch.maximum(low, high).amax(2).numpy()
     is_near = abs(smallest) <= abs(largest)
     return np.where(is_near, smallest, largest), np.where(is_near, largest, smallest)

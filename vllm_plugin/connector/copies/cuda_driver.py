@@ -71,7 +71,7 @@ class CudaDriver(Driver):
         with torch.cuda.stream(stream):
             try:
                 self._copy(sources, targets, sizes, held, from_device=from_device)
-                # With a driver older than CUDA 12.8 the op copies one by one, and hides a refusal.
+                # A driver older than CUDA 12.8 the op copies one by one, and hides a refusal.
                 self._require(self._take_error(), "copying")
                 done.record(stream)
             except BaseException:

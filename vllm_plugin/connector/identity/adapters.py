@@ -34,7 +34,7 @@ _DIGEST_CHARS = 48
 _MOST_NAMES = 65_536
 """Names that are remembered in an engine's life; later names are left alone."""
 _MOST_LOADS = 1024
-"""Those last heard of: others are asked for, or read, again."""
+"""Number of adapters that are remembered; older ones are asked for, or read, again."""
 _QUEUE_LIMIT = 64
 _SETTINGS = ("lora_dtype", "target_modules", "fully_sharded_loras", "bias_enabled", "enable_tower_connector_lora")
 """Fields of vLLM's LoRAConfig that change the computation of an adapter."""
@@ -62,7 +62,7 @@ class _Load:
 
 
 class LoadedAdapters:
-    """Those of one worker. Called by the engine's thread, and returns at once; adapters are read in a thread."""
+    """Adapters of one worker. Called by the engine's thread, and returns at once; adapters are read in a thread."""
 
     def __init__(self, rank: int, lora_config: Any) -> None:
         """`lora_config`: vLLM's; None: there are no adapters, and none are watched."""

@@ -24,7 +24,7 @@ from vllm_plugin.connector.identity.weights import models
 from vllm_plugin.connector.metadata import EngineGroup, RankFacts
 
 FORMAT_VERSION = 1
-"""Of the page bytes and their order in a block file; a reader of another version must not inject them."""
+"""Version of the page bytes and their order in a block file; a reader of another version must not inject them."""
 
 _VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "_attn_implementation"})
 

@@ -17,8 +17,8 @@ from vllm_plugin.connector.identity.weight_files import UnreadableWeights, sampl
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 60.0
-"""For reading; 8 GB of local files take well under a second. An engine that waits longer for its start is worse off
-than one whose KV does not outlive it."""
+"""Bound on reading; 8 GB of local files take well under a second. A longer start would cost more than KV that does not
+outlive its engine."""
 _LOCAL_FORMATS = frozenset(
     {
         "auto",
