@@ -115,7 +115,7 @@ def test_each_adapter_gets_back_its_own_kv_after_a_restart_and_nobody_elses(plac
 
     answers = [of_the_base, *(answer for _, answer in saved)]
     assert min(differs(one, other) for one, other in itertools.combinations(answers, 2)) > 0.1
-    assert (counts["loads"], counts["refused_manifests fingerprint_mismatch"]) == (2, 4)
+    assert (counts["loads"], counts["refused_manifests fingerprint_mismatch"]) == (2, 2)
 
 
 def test_the_base_model_beside_adapters_is_left_alone_where_vllm_mixes_them_up(place: Place) -> None:

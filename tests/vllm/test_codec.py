@@ -179,7 +179,7 @@ def test_an_answer_is_near_after_everything_was_killed_and_another_codec_compute
             refused = engine.order("counts").get("refused_manifests fingerprint_mismatch", 0)
             refs[codec], cold[codec] = engines.saved(engine)
 
-        assert (missed["cached_tokens"], refused) == (0, len(refs) - 1)
+        assert (missed["cached_tokens"], refused) == (0, min(1, len(refs) - 1))
         assert (missed["token_ids"], missed["logprobs"]) == (cold[codec]["token_ids"], cold[codec]["logprobs"])
     engines.sidecar.kill()
     engines.sidecar.start()

@@ -54,7 +54,7 @@ def test_kv_in_eight_bits_is_restored_and_is_nothing_to_engines_with_other_bits(
             sidecar.wait_sealed(ref)
             refused = engine.order("counts").get("refused_manifests fingerprint_mismatch", 0)
 
-        assert (loaded["cached_tokens"], refused) == (0, len(cold) - 1)
+        assert (loaded["cached_tokens"], refused) == (0, min(1, len(cold) - 1))
         assert loaded["token_ids"] == cold[kv_dtype]["token_ids"]
     with start("fp8_e4m3") as engine:
         restored = engine.ask(PROMPT, load=(refs["fp8_e5m2"], refs["auto"], refs["fp8_e4m3"]))

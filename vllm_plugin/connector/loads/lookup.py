@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from contextcache.clock import Clock
-from contextcache.errors import ContextCacheError, SidecarUnavailable
+from contextcache.errors import ContextCacheError, FingerprintMismatch, SidecarUnavailable
 from contextcache.identity import KVTransfer
 from contextcache.model import CacheRef, Manifest
 from contextcache.names import prompt_ref
@@ -189,6 +189,8 @@ class Lookups:
         self._is_silent = False
         found = Match(manifest, reason=answer.reason, tier=answer.tier, missing=frozenset(answer.missing))
         if manifest is None:
+            if answer.reason == FingerprintMismatch.code:
+                self._counters.add("refused_manifests", answer.reason)
             return found
         if (reason := refusal(manifest, facts)) is not None:
             self._counters.add("refused_manifests", reason)
