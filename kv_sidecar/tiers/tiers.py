@@ -41,9 +41,14 @@ TierName: TypeAlias = Literal["host", "disk", "peer", "object"]
 class DamagedBlock(CorruptBlock):
     """A stored block with wrong bytes."""
 
-    def __init__(self, key: BlockKey, error: CorruptBlock) -> None:
-        super().__init__(str(error))
-        self.key = key
+    key: BlockKey
+
+    @classmethod
+    def of(cls, key: BlockKey, error: CorruptBlock) -> DamagedBlock:
+        """Return the error with the block's key."""
+        damaged = cls(str(error))
+        damaged.key = key
+        return damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +401,7 @@ class Tiers:
             self.blocks.found(block, FileState(None, self.blocks.inodes))
             raise CacheRefNotFound(_MISSING) from exc
         except CorruptBlock as exc:
-            raise DamagedBlock(it.key, exc) from exc
+            raise DamagedBlock.of(it.key, exc) from exc
         except OSError as exc:
             raise SidecarUnavailable("the disk cannot be read") from exc
         else:

@@ -14,7 +14,6 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from contextcache.errors import FingerprintMismatch
 from contextcache.model import KVFile, KVGroup, KVKind, Manifest
 from kv_sidecar.client import ADAPTER_MARK, BlockMeta, file_meta
 
@@ -202,7 +201,7 @@ def common_prefix(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> 
 def refusal(manifest: Manifest, facts: RankFacts) -> str | None:
     """Return why this engine cannot use a manifest, as a short fixed phrase, or None when it can."""
     if manifest.fingerprint != facts.fingerprint:
-        return FingerprintMismatch.code
+        return "fingerprint_mismatch"
     if manifest.world_size != facts.world_size:
         return "world_size_mismatch"
     if [_layout(group) for group in manifest.groups] != [_layout(group) for group in facts.groups]:
