@@ -282,7 +282,7 @@ class FailedSave:
     tenant: TenantId
     cache_ref: CacheRef
     reason: str
-    """A short fixed phrase, such as `staging_full` or the code of an error."""
+    """A short fixed phrase, such as `arena_full` or the code of an error."""
     started_at_ms: int = 0
     """Unix time in ms when its turn began; 0: unknown."""
 

@@ -630,7 +630,7 @@ class AbandonSaveRequest(google.protobuf.message.Message):
     cache_ref: builtins.str
     """KV that will not be."""
     reason: builtins.str
-    """Short fixed phrase, such as `staging_full`."""
+    """Short fixed phrase, such as `arena_full`."""
     started_at_ms: builtins.int
     """As in PrepareSaveRequest: which attempt this was."""
     def __init__(
@@ -700,7 +700,7 @@ class WaitSealedResponse(google.protobuf.message.Message):
     size_bytes: builtins.int
     """Bytes this context holds, shared blocks counted whole."""
     reason: builtins.str
-    """Why there will be no manifest, as a short fixed phrase such as `staging_full`; empty: it may still come, or nobody
+    """Why there will be no manifest, as a short fixed phrase such as `arena_full`; empty: it may still come, or nobody
     remembers.
     """
     def __init__(

@@ -63,6 +63,7 @@ export const tierOf = (tier) => TIERS[tier] ?? tier;
 
 const REASONS = {
   __proto__: null,
+  arena_full: "the sidecar’s memory was full",
   cache_ref_not_found: "no sidecar has the KV any more",
   cache_ref_pending: "the KV was still being saved or pulled",
   corrupt_block: "a stored block had a wrong checksum and went to quarantine",
@@ -78,7 +79,6 @@ const REASONS = {
   seal_deadline: "the save reached its deadline and may still end",
   sidecar_unavailable: "the sidecar did not answer",
   slower_than_computing: "loading would have taken longer than computing",
-  staging_full: "the sidecar’s memory was full",
   storage_full: "the sidecar’s storage was full",
   store_unavailable: "the context manager or its Redis did not answer",
   unsupported_layers: "KV of this model is not supported",
