@@ -162,9 +162,15 @@ class Refs:
         self._move(ref, "early files end")
 
     def delete(self, ref: Ref) -> None:
-        """Refuse saves under this name from now on."""
+        """Refuse saves under this name from now on.
+
+        Only a save in flight gets a reason: a deleted ref without one is answered as an absent one.
+        """
+        if ref.phase in {Phase.OPEN, Phase.PUBLISHING}:
+            ref.reason = ContextDeleted.code
+        elif ref.phase not in {Phase.FAILED, Phase.DELETED}:
+            ref.reason = ""
         self._move(ref, "delete")
-        ref.reason = ContextDeleted.code
 
     def delete_session(self, tenant: TenantId, session_id: SessionId) -> None:
         """Refuse saves of this session whose turns have begun."""

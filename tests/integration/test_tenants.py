@@ -52,7 +52,7 @@ async def test_no_call_tells_one_tenant_anything_of_another(front: str, num_call
     assert tally.hits == []
     assert tally.differences == []
     assert tally.num_calls >= num_calls
-    assert min(tally.calls.values()) > num_calls // 100, tally.calls
+    assert min(tally.calls.values()) >= num_calls // 100, tally.calls
 
 
 @pytest.mark.timeout(120)
