@@ -485,7 +485,7 @@ class Player:
         tokens = tuple(next(self._serial) for _ in range(5 * BLOCK_TOKENS + 1))
         new = self._new_save(new_session_id(), tokens, new_cache_ref(), _now_ms() + LONG_TTL_S * 1000)
         await asyncio.to_thread(_send, pod.engine, new, None)
-        assert await asyncio.to_thread(pod.engine.client.seal, new.cache_ref, new.rank)
+        assert await asyncio.to_thread(pod.engine.client.seal, new.cache_ref, new.rank, 10)
         return new
 
     def _any_session(self) -> SessionId | None:
@@ -517,7 +517,7 @@ class Player:
     async def _save(self, pod: Pod, new: NewSave) -> None:
         with suppress(ContextCacheError):
             await asyncio.to_thread(_send, pod.engine, new, None)
-            if await asyncio.to_thread(pod.engine.client.seal, new.cache_ref, new.rank):
+            if await asyncio.to_thread(pod.engine.client.seal, new.cache_ref, new.rank, 10):
                 self._ledger.seal(pod.name, new)
 
     async def _commit(
