@@ -6,6 +6,7 @@ No I/O; used from one event loop. Records of ended saves and of deletes (tombsto
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -49,7 +50,7 @@ PHASES = Phases[Phase](
         ((Phase.SEALED,), "manifest gone", Phase.ABSENT),
         ((Phase.DELETED,), "manifest gone", Phase.DELETED),
         ((Phase.FAILED, Phase.DELETED), "forgotten", Phase.ABSENT),
-        ((Phase.DELETED,), "forgotten with its manifest", Phase.SEALED),
+        ((Phase.FAILED, Phase.DELETED), "forgotten with its manifest", Phase.SEALED),
     ]
 )
 """`manifest durable` comes from a seal, a fork and the start of the sidecar. A delete overtakes a seal: the manifest
@@ -99,8 +100,10 @@ class Refs:
         self.num_waiters = 0
         """Calls that wait for a change now."""
         self._refs: dict[tuple[TenantId, str], Ref] = {}
-        self._ended: dict[tuple[TenantId, str], Ref] = {}
+        self._ended: OrderedDict[tuple[TenantId, str], Ref] = OrderedDict()
         """FAILED and DELETED records, the oldest first."""
+        self._saving: dict[tuple[TenantId, str], Ref] = {}
+        """OPEN and PUBLISHING records."""
         self._owners: dict[CacheRef, Ref] = {}
         """Latest record whose files had this name: file names and seals do not name the tenant."""
 
@@ -123,7 +126,7 @@ class Refs:
 
     def saves(self) -> list[tuple[Ref, Save]]:
         """Return all saves in flight."""
-        return [(ref, ref.save) for ref in self._owners.values() if ref.save is not None]
+        return [(ref, ref.save) for ref in self._saving.values() if ref.save is not None]
 
     def expect(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
         """Make absent refs pending: a pull looks for them."""
@@ -166,11 +169,9 @@ class Refs:
 
         Only a save in flight gets a reason: a deleted ref without one is answered as an absent one.
         """
-        if ref.phase in {Phase.OPEN, Phase.PUBLISHING}:
-            ref.reason = ContextDeleted.code
-        elif ref.phase not in {Phase.FAILED, Phase.DELETED}:
-            ref.reason = ""
+        reason = ContextDeleted.code if ref.phase in (Phase.OPEN, Phase.PUBLISHING) else ref.reason
         self._move(ref, "delete")
+        ref.reason = reason
 
     def delete_session(self, tenant: TenantId, session_id: SessionId) -> None:
         """Refuse saves of this session whose turns have begun."""
@@ -230,7 +231,10 @@ class Refs:
         before, ref.phase = ref.phase, PHASES.after(ref.phase, event)
         key = (ref.tenant, ref.cache_ref)
         self._refs[key] = ref
-        if ref.phase not in (Phase.OPEN, Phase.PUBLISHING):
+        if ref.phase in (Phase.OPEN, Phase.PUBLISHING):
+            self._saving[key] = ref
+        else:
+            self._saving.pop(key, None)
             ref.save = None
         if ref.phase is not Phase.FAILED:
             ref.reason, ref.started_at_ms = "", 0

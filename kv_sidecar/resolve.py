@@ -24,13 +24,14 @@ from contextcache.errors import (
     InvalidRequest,
 )
 from contextcache.model import CacheRef, Manifest, TenantId
-from contextcache.names import check_tenant, prompt_ref
+from contextcache.names import check_cache_refs, check_tenant, prompt_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.format.ids import TOKEN_BYTES, check_fingerprint_text, pack_token_ids
 from kv_sidecar.format.manifest import restorable_tokens
 from kv_sidecar.moving.borrowing import Prefixes
 from kv_sidecar.moving.pulling import MAX_REFS, Pulls, Wanted
+from kv_sidecar.refs import Phase
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.matching import Beginnings, PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found, common
@@ -124,11 +125,13 @@ class Resolver:
                 continue
             if await self._consider(best, ref, began_at_ms + question.pull_wait_ms, began_at_ms):
                 return best
-        for found in await self._like(best):
+        ends_at_ms = began_at_ms + max(question.wait_ms, question.pull_wait_ms, round(1000 * _MATCH_S))
+        for found in await self._like(best, ends_at_ms):
             # The longest KV that is here ends no search: a peer's, which stands last, may be of a newer turn.
             gained = min(found.num_tokens, best.num_tokens - 1) - best.num_usable
             if gained > 0 and found.cache_ref not in question.cache_refs:
-                by_ms = self._clock.now_ms() + _worth_ms(question, gained)
+                # The engine waits for the answer no longer than this.
+                by_ms = min(self._clock.now_ms() + _worth_ms(question, gained), ends_at_ms)
                 await self._consider(best, found.cache_ref, by_ms, began_at_ms)
         return best
 
@@ -142,7 +145,8 @@ class Resolver:
         except CacheRefPending:
             raise
         except CacheRefNotFound:
-            if not (bring and self.bring(tenant, [cache_ref])):
+            is_deleted = self._catalog.refs.get(tenant, cache_ref).phase is Phase.DELETED
+            if not bring or is_deleted or not self.bring(tenant, [cache_ref]):
                 raise
             raise CacheRefPending("the KV is not sealed yet") from None
         if self._shared is not None:
@@ -172,7 +176,7 @@ class Resolver:
         self, question: pb.ResolveRequest, cache_ref: CacheRef, by_ms: int, began_at_ms: int, *, bring: bool
     ) -> Manifest:
         """Return a manifest, after its seal at the latest `by_ms`. Raises CacheRefNotFound, CacheRefPending."""
-        tenant, bring = question.tenant, bring and question.bring
+        tenant, bring = question.tenant, bring and question.bring and cache_ref not in question.saving
         while True:
             try:
                 return await self.manifest(tenant, cache_ref, bring=bring)
@@ -188,13 +192,15 @@ class Resolver:
                     raise
             if left_ms <= 0:
                 raise pending
-            await self._catalog.refs.wait(tenant, [cache_ref], timeout_s=min(left_ms / 1000, _LOOK_AGAIN_S))
+            if not await self._catalog.refs.wait(tenant, [cache_ref], timeout_s=min(left_ms / 1000, _LOOK_AGAIN_S)):
+                await asyncio.sleep(0)  # with too many waiters the call above returns at once
 
-    async def _like(self, best: Resolution) -> Sequence[Found]:
+    async def _like(self, best: Resolution, ends_at_ms: int) -> Sequence[Found]:
         """Return other KV of the tenant that begins like the prompt and adds enough; KV on its way stands last."""
         question = best.question
         tokens_min = best.num_usable + question.tokens_min
-        if not question.tokens_min or best.num_tokens <= tokens_min:
+        left_s = (ends_at_ms - self._clock.now_ms()) / 1000
+        if not question.tokens_min or best.num_tokens <= tokens_min or left_s <= 0:
             return ()
         wanted = PrefixQuestion(
             tenant=question.tenant,
@@ -206,7 +212,7 @@ class Resolver:
         )
         self.beginnings.note(question.beginning)
         try:
-            async with asyncio.timeout(_MATCH_WITH_KV_S if best.num_usable else _MATCH_S):
+            async with asyncio.timeout(min(_MATCH_WITH_KV_S if best.num_usable else _MATCH_S, left_s)):
                 return await self._prefixes.find(wanted, peer=question.peer)
         except (ContextCacheError, TimeoutError):
             return ()
@@ -218,6 +224,7 @@ def _check(question: pb.ResolveRequest) -> None:
     check_fingerprint_text(question.fingerprint)
     if len(question.token_ids) % TOKEN_BYTES:
         raise InvalidRequest("token ids must have four bytes each", param="token_ids")
+    check_cache_refs(question.cache_refs)
     if len(question.cache_refs) > REFS_MAX:
         raise InvalidRequest(f"a question may name at most {REFS_MAX} cache_refs", param="cache_refs")
     if len(question.beginning) > BEGINNING_CHARS_MAX:

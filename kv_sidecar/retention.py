@@ -117,8 +117,13 @@ class Retention:
     async def _evict(
         self, tenant: TenantId, shortage: Callable[[], Shortage], candidates: Callable[[], list[ManifestRecord]]
     ) -> None:
-        if shortage().is_over:
-            return
+        # A caller that gives up must not leave records of files that are gone.
+        if not shortage().is_over:
+            await self._runtime.threads.finish(self._evict_now(tenant, shortage, candidates))
+
+    async def _evict_now(
+        self, tenant: TenantId, shortage: Callable[[], Shortage], candidates: Callable[[], list[ManifestRecord]]
+    ) -> None:
         async with self._evicting:
             missing = shortage()
             if missing.is_over:

@@ -185,6 +185,11 @@ class SavePlan:
     """Whether more parts follow: whole files are sent ahead of the last part."""
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of this part and of all earlier ones."""
+        return self.first_token + len(self.token_ids) // 4
+
+    @property
     def name(self) -> str:
         """Name of this part between worker and scheduler; the last part has the save's name."""
         return f"{self.cache_ref}@{self.first_token}" if self.early else self.cache_ref

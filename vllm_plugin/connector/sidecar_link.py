@@ -131,8 +131,11 @@ class RankLink:
 
     @property
     def terms_now(self) -> Terms | None:
-        """The terms if they are known; never waits."""
-        return self._terms
+        """The terms if they are known; never waits. Terms without an arena are asked for again after 10 s."""
+        terms = self._terms
+        if terms is not None and terms.arena is None and self._clock.now_ms() >= self._next_try_at_ms:
+            return None
+        return terms
 
     def lost(self, terms: Terms | None) -> None:
         """Forget these terms, and let go of their arena once no thread uses it. Harmless for terms of the past.
@@ -172,10 +175,10 @@ class RankLink:
 
         Called in transfer threads only. The pauses between failed handshakes grow from 0.25 s to 10 s.
         """
-        if (terms := self._terms) is not None:
+        if (terms := self.terms_now) is not None:
             return terms
         with self._asking:
-            if (terms := self._terms) is None:
+            if (terms := self.terms_now) is None:
                 if not self.is_worth_trying():
                     raise SidecarUnavailable("the sidecar failed recently, no call until it is back")
                 terms = self._ask()
@@ -206,6 +209,7 @@ class RankLink:
         arena = self._arena or (self._borrow() if answer.arena else None)
         if arena is None:
             self._counters.add("refused_arenas")
+            self._next_try_at_ms = self._clock.now_ms() + _LONGEST_PAUSE_MS
             log.warning("the sidecar shares no memory with this engine: no KV is saved or loaded")
         log.info("sidecar handshake done", extra={"block_tokens": answer.block_tokens, "arena": arena is not None})
         terms = Terms(answer.block_tokens, answer.block_size_bytes_max, arena)

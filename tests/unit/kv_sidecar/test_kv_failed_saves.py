@@ -124,3 +124,16 @@ async def test_a_save_that_could_not_be_held_to_its_end_is_gone_on_with(tmp_path
         prepared = await kv.catalog.prepare_save(second)
 
     assert prepared.missing_files == (1, 2)
+
+
+async def test_a_delete_during_a_save_is_its_reason_and_one_without_a_save_has_none(kv: SidecarUnderTest) -> None:
+    """Seen failing: the phase's change cleared the reason, and readers waited for a save that could not come."""
+    new = new_save(tuple(range(10)), now_ms=kv.clock.now_ms())
+    await kv.catalog.prepare_save(new)
+    sealed = await kv.save(tuple(range(10)), session_id="ctx_2")
+
+    await kv.catalog.delete(TENANT, "", [new.cache_ref])
+    await kv.catalog.delete(TENANT, "", [sealed.cache_ref])
+
+    assert kv.catalog.save_failure(TENANT, new.cache_ref) == "context_deleted"
+    assert kv.catalog.save_failure(TENANT, sealed.cache_ref) == ""

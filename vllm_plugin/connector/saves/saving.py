@@ -219,7 +219,8 @@ class Saver:
             is_held = save.plan.holds_blocks and save.phase in _UNCOPIED
             if not save.move("end"):
                 return
-            save.reason = reason
+            # An ended save must not keep the memory of a sidecar that has gone.
+            save.reason, save.terms = reason, None
             staged, save.staged = list(save.staged), deque()
         plan = save.plan
         self._give_back(staged)
@@ -313,7 +314,8 @@ class Saver:
 
     def _missing(self, save: Save, plan: SavePlan, terms: Terms) -> Iterator[SavedFile]:
         """Send the new tokens; yield the files of this part that the sidecar lacks, and all tails."""
-        num_tokens = save.num_tokens
+        # The engine may have computed no more than this part's tokens when its fence was made.
+        num_tokens = plan.num_tokens
         file_tokens = plan.groups[0].kept(num_tokens, file_tokens_min=terms.block_tokens).block_tokens
         if file_tokens != save.file_tokens:  # the first part, or the sidecar has restarted with another size
             save.files, save.sent_tokens, save.file_tokens = (), 0, file_tokens
@@ -351,7 +353,9 @@ class Saver:
                 token_ids=unpack_token_ids(save.packed(file.first_token, file.end_token)),
             )
             size_bytes, codec = self.layers.stored(file.group, num_pages, group.num_full(file))
-            num_digests = num_pages if self.layers.makes_digests else 0
+            # The request goes on to write into a page that is not full, unless its blocks are held.
+            is_still = plan.holds_blocks or group.num_full(file) == num_pages
+            num_digests = num_pages if self.layers.makes_digests and is_still else 0
             writer = BlockFileWriter(meta, pages_bytes=size_bytes, codec=codec, num_digests=num_digests)
             yield SavedFile(index, file, writer, block_ids, group.num_full(file))
 
@@ -444,7 +448,8 @@ class Saver:
                 for file in files
             ]
             for file, digests in zip(files, self.layers.gather(copies), strict=True):
-                file.writer.digests = digests
+                if file.writer.digests:
+                    file.writer.digests = digests
             with save.lock:
                 if save.phase is SavePhase.ENDED:
                     raise SaveEnds(save.reason)  # noqa: TRY301  # the slots go back as for any other fault
@@ -467,6 +472,8 @@ class Saver:
         with save.lock:
             is_running, goes_on = save.phase in _UNCOPIED, bool(save.staged)
             is_last = not (fault or goes_on or save.num_handing) and save.move("seal")
+            if save.phase is SavePhase.QUEUED and not goes_on:
+                save.terms = None  # until the next part, which may be minutes away
         if fault and is_running:
             self.counters.add("lost_early_saves", fault)
         elif fault:
@@ -551,7 +558,7 @@ class Saver:
 
     def _timeout_s(self, save: Save, *, hands_over: bool = False) -> float:
         """Return a call's deadline in seconds: short while blocks are held, and for questions."""
-        if hands_over and save.phase not in _UNCOPIED:
+        if hands_over and not (save.plan.holds_blocks and save.phase in _UNCOPIED):
             return self.settings.save_deadline_ms / 1000
         remaining_ms = save.deadline_ms - self.clock.now_ms()
         return max(min(remaining_ms, self.settings.prepare_deadline_ms), 1) / 1000
