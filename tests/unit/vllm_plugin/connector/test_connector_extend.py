@@ -196,6 +196,49 @@ def test_a_save_that_the_sidecar_has_lost_is_opened_again_with_all_tokens(
     assert saver.counters.get("saves") == 1
 
 
+def test_a_part_is_copied_behind_its_own_fence_alone(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing: a thread that was late copied the next part's blocks too, before the engine had computed them."""
+    fences: dict[int, object] = {}
+
+    class Watched(NoPages):
+        def gather(self, copies: Any) -> Any:
+            fences.update({block: copy.after for copy in copies for block in copy.block_ids})
+            return super().gather(copies)
+
+    saver.layers = Watched()
+    first, second = plans_of(2 * STEP_TOKENS)[:2]
+    terms, is_late = saver.link.terms, [True]
+
+    def late() -> Any:
+        if is_late.pop() if is_late else False:
+            saver.start(second, "second")
+        return terms()
+
+    monkeypatch.setattr(saver.link, "terms", late)
+    saver.start(first, "first")
+
+    assert {fences[block] for block in first.block_ids[0]} == {"first"}
+    assert {fences[block] for block in second.block_ids[0]} == {"second"}
+
+
+def test_a_rank_without_an_arena_asks_for_one_again(saver: Saver, sidecar: CountingSidecar) -> None:
+    """Seen failing: one refused connection, and the rank saved and loaded nothing until the engine's restart."""
+    tries: list[object] = []
+
+    def open_arena(_gone: object) -> Any:
+        tries.append(_gone)
+        if len(tries) == 1:
+            raise OSError("refused")
+        return sidecar.arena
+
+    saver.link._open_arena = open_arena
+
+    assert saver.link.terms().arena is None
+    assert saver.link.terms().arena is None
+    saver.clock.advance(ms=10_000)
+    assert saver.link.terms().arena is sidecar.arena
+
+
 def test_a_save_ends_once_from_every_phase() -> None:
     ends = {move.start for move in PHASES if move.event == "end"}
 
