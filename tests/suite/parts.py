@@ -158,7 +158,7 @@ PARTS = (
         workers=4,
         shards=6,
     ),
-    Part("fuzz-thorough", "more of the same inputs", ("tests/fuzz",), Tier.THOROUGH, marks=THOROUGH_ONES, shards=2),
+    Part("fuzz-thorough", "more of the same inputs", ("tests/fuzz",), Tier.THOROUGH, marks=THOROUGH_ONES),
     Part("mutants", "a promise that is broken is noticed", (), Tier.THOROUGH, module="tests.mutants", shards=6),
     Part(
         "chart-processes",
