@@ -186,7 +186,7 @@ class UsageMeter:
 
     async def _tell(self) -> None:
         for tenant in list(self._unsent):
-            # Places itself behind all others until it is counted: a tenant whose shard hangs is not always the first.
+            # A tenant moves to the end until it is counted, so that a shard that hangs does not delay the others again.
             number, counts = self._unsent[tenant] = self._unsent.pop(tenant)
             try:
                 await self._manager.add_usage(tenant, [Usage("", counts)], sender=self._sender, number=number)

@@ -58,7 +58,7 @@ Result = TypeVar("Result")
 _FRESH_MS = 600_000
 """Time for which pulled KV that no load has asked for counts as its peer's."""
 _HASHED_HERE = 16_384
-"""Tokens whose block ids are computed in the event loop, in some 2 ms. More are hashed in a thread."""
+"""Most tokens that the event loop hashes itself, in about 2 ms. A thread hashes more."""
 SOURCES_MAX = 4
 """Refs that a fork may name; a session has two."""
 FORK_WAIT_S = 1.0
@@ -252,7 +252,7 @@ class ContextCatalog:
         return await self._finish(self._take(ref, save, expected.key, store()))
 
     async def _take(self, ref: Ref, save: Save, key: BlockKey, storing: Coroutine[Any, Any, int]) -> int:
-        """Have a file stored. A failure ends the save; what comes after the end is freed."""
+        """Store a file. A failure ends the save. A file that arrives after that is freed."""
         try:
             size_bytes = await storing
         except (ContextCacheError, OSError) as exc:
@@ -299,7 +299,7 @@ class ContextCatalog:
         self._runtime.metrics.seals.inc()
         log.info("context sealed", extra={"cache_ref": record.cache_ref, "num_tokens": record.num_tokens})
         replaced = await self._replace(self._retention.replace(save.manifest())) if record.is_kept else ()
-        # The store has what came from there. A peer writes its own kept KV.
+        # KV from the store is there already, and a peer writes its own kept KV.
         is_new = not ref.source or (ref.source == "peer" and not record.is_kept)
         return Changed(sealed=(record,) if is_new else (), replaced=replaced)
 

@@ -201,7 +201,7 @@ class KVSidecarClient:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
-                # Without a cancel of this task: grpc.aio so ends a call whose channel was closed.
+                # The task was not cancelled: grpc.aio raises this for a call whose channel was closed.
                 raise SidecarUnavailable("the connection to the sidecar is closed", retry_after_s=1) from exc
 
 
