@@ -241,10 +241,12 @@ class Refs:
         if ref.phase not in (Phase.EXPECTED, Phase.OPEN, Phase.PUBLISHING, Phase.SEALED):
             ref.source, ref.named_until_ms, ref.used_until_ms, ref.is_replaced = "", 0, 0, False
             ref.fresh_ranks = frozenset()
-        self._ended.pop(key, None)
-        if ref.phase in (Phase.FAILED, Phase.DELETED):
+        if ref.phase not in (Phase.FAILED, Phase.DELETED):
+            self._ended.pop(key, None)
+        elif event in ("save ends", "delete"):
             ref.ended_at_ms = self._clock.now_ms()
             self._ended[key] = ref
+            self._ended.move_to_end(key)
             while len(self._ended) > self._limits.max_tombstones:
                 self._forget(next(iter(self._ended.values())))
         if ref.phase is not before:

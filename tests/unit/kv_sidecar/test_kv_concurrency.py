@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -107,3 +108,26 @@ async def test_any_mixture_serves_only_right_bytes_and_ends_clean(tmp_path: Path
         assert kv.block_files() == set()
         assert kv.manifest_files() == set()
         assert (kv.in_memory(), kv.memory.lent_bytes, kv.missing_bytes()) == ([], 0, 0)
+
+
+async def test_a_delete_removes_a_block_whose_step_ends_during_the_removal_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with SidecarUnderTest(tmp_path) as kv:
+        new = await kv.save(tuple(range(10)))
+        last = kv.blocks.get(all_keys(kv.plan(new))[-1])
+        assert last is not None
+        step = kv.blocks.step("read", last)
+        step.__enter__()
+        write = kv.sidecar.threads.write
+
+        async def end_step_first(act: Any, *args: Any) -> Any:
+            result = await write(act, *args)
+            if act == kv.sidecar.tiers._delete and last.over is not None:
+                step.__exit__(None, None, None)
+            return result
+
+        monkeypatch.setattr(kv.sidecar.threads, "write", end_step_first)
+        await kv.catalog.delete(TENANT, new.session_id, [])
+
+        assert kv.block_files() == set()

@@ -221,6 +221,8 @@ class EveryByte(RuleBasedStateMachine):
         self.model.leases.clear()
         self.model.gone |= set(self.model.open)
         self.model.open.clear()
+        # A sidecar refuses to start over a path that is no directory.
+        self._bring_store_back()
         self.start()
         self.do(self.kv.sidecar.collect)
 
@@ -265,13 +267,17 @@ class EveryByte(RuleBasedStateMachine):
     @rule()
     def turn_store(self) -> None:
         """Take the store away, or bring it back with its content."""
+        store = self.root / "store"
+        if not self._bring_store_back() and store.is_dir():
+            store.rename(self.root / "away")
+            store.write_text("a file where a directory was")
+
+    def _bring_store_back(self) -> bool:
         store, away = self.root / "store", self.root / "away"
-        if away.exists():
+        if is_away := away.exists():
             store.unlink()
             away.rename(store)
-        elif store.is_dir():
-            store.rename(away)
-            store.write_text("a file where a directory was")
+        return is_away
 
     # What holds after each event
 
