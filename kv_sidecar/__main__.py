@@ -45,7 +45,7 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
             settings.unix_socket.chmod(0o660)
         async with _metrics_served(settings, registry, server):
             await server.start()
-            fields = {"addresses": settings.addresses(), "num_contexts": sidecar.catalog.num_contexts}
+            fields = {"addresses": settings.addresses(), "num_contexts": len(sidecar.catalog.manifests)}
             log.info("sidecar started", extra=fields)
             await stop.wait()
             log.info("sidecar draining")

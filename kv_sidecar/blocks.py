@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +23,8 @@ from contextcache.phases import Phases
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.tiers.memory import Memory, Slot
 
+SPARED_MAX = 256
+"""Sessions whose blocks are spared at once: some ten thousand names of blocks in long contexts."""
 NO_TENANT: TenantId = ""
 """Tenant of a file that no manifest names. No tenant has this name, and no limit applies to it."""
 _UPPER_MARK, _LOWER_MARK = 0.95, 0.9
@@ -161,7 +163,8 @@ class Blocks:
         self._memory = memory
         self._limit_bytes, self._tenant_limit_bytes = limit_bytes, tenant_limit_bytes
         self._blocks: dict[BlockKey, Block] = {}
-        self._spared: dict[tuple[TenantId, SessionId], list[BlockKey]] = {}
+        self._spared: OrderedDict[tuple[TenantId, SessionId], dict[BlockKey, None]] = OrderedDict()
+        """Spared blocks by session, at most `SPARED_MAX`, the session of the oldest first."""
         self._num_stored = self._stored_bytes = self._reserved_bytes = 0
         self._used: Counter[TenantId] = Counter()
         """Bytes on disk and bytes reserved, by tenant."""
@@ -240,12 +243,18 @@ class Blocks:
         return left
 
     def spare(self, keys: Iterable[BlockKey], *, until_ms: int, whose: tuple[TenantId, SessionId]) -> None:
-        """Keep stored whole blocks until a Unix time in ms, or until `unspare` of their session."""
+        """Keep stored whole blocks until a Unix time in ms, or until `unspare` of their session.
+
+        The session of the oldest loses its sparing to the session after `SPARED_MAX`.
+        """
         for key in keys:
             block = self._blocks.get(key)
             if key.kind == "block" and block is not None and block.is_stored:
                 block.spared_until_ms = until_ms
-                self._spared.setdefault(whose, []).append(key)
+                self._spared.setdefault(whose, {})[key] = None
+                self._spared.move_to_end(whose)
+        if len(self._spared) > SPARED_MAX:
+            self.unspare(next(iter(self._spared)))
 
     def unspare(self, whose: tuple[TenantId, SessionId]) -> list[BlockKey]:
         """End the sparing of a session's blocks and return them: the caller frees them."""
@@ -256,9 +265,6 @@ class Blocks:
 
     def garbage(self, now_ms: int) -> list[BlockKey]:
         """Return all blocks that may be freed. Looks at every record; safe in any thread."""
-        for whose, keys in list(self._spared.items()):
-            if not any(block.spared_until_ms > now_ms for key in list(keys) if (block := self._blocks.get(key))):
-                self._spared.pop(whose, None)
         return [block.key for block in self if block.may_go(now_ms)]
 
     def num_holders(self, key: BlockKey) -> int:

@@ -17,7 +17,6 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any, Literal, TypeVar
 
 from contextcache.errors import (
@@ -29,22 +28,20 @@ from contextcache.errors import (
     ContextExpired,
     InvalidRequest,
     SidecarUnavailable,
-    StorageFull,
 )
-from contextcache.model import CacheRef, KeptGroup, Manifest, SessionId, TenantId
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from contextcache.names import CACHE_REF_PATTERN, check_cache_refs, check_session_id, check_tenant, prompt_ref
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
 from kv_sidecar.format.ids import BlockKey, require_fingerprint
-from kv_sidecar.format.manifest import all_keys, block_key, num_files, rank_keys
+from kv_sidecar.format.manifest import block_key, num_files
 from kv_sidecar.intake import Intake
 from kv_sidecar.leases import Leases, LeaseTerms
 from kv_sidecar.refs import PENDING, Phase, Ref, Refs
 from kv_sidecar.retention import Changed, Removed, Retention, keys_of
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.saves import CatalogLimits, FailedSave, MoreTokens, NewSave, PreparedSave, Save
-from kv_sidecar.sealed.index import ManifestRecord
-from kv_sidecar.sealed.manifests import SealedManifests
+from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
 from kv_sidecar.sealed.matching import PrefixMatches, PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found
 from kv_sidecar.tiers.memory import LentSlot, Place
@@ -93,28 +90,23 @@ class ContextCatalog:
     """All contexts of one sidecar. Used from one event loop."""
 
     def __init__(
-        self, runtime: Runtime, refs: Refs, *, tiers: Tiers, manifests: SealedManifests, limits: CatalogLimits
+        self, runtime: Runtime, refs: Refs, *, tiers: Tiers, manifests: Manifests, limits: CatalogLimits
     ) -> None:
         self.refs = refs
-        self._runtime = runtime
-        self._tiers = tiers
-        self._blocks = tiers.blocks
-        self._manifests = manifests
-        self._limits = limits
-        self._intake = Intake(runtime, refs, tiers.blocks, limits)
-        self._retention = Retention(
+        self.tiers = tiers
+        self.manifests = manifests
+        self.retention = Retention(
             runtime, refs, tiers=tiers, manifests=manifests, guarantee_bytes=limits.tenant_guarantee_bytes
         )
+        self._runtime = runtime
+        self._blocks = tiers.blocks
+        self._limits = limits
+        self._intake = Intake(runtime, refs, tiers.blocks, limits)
         self._leases = Leases(tiers.blocks, runtime, max_leases=limits.max_leases, life_ms_max=limits.lease_ms)
         self._matches = PrefixMatches(manifests, refs, runtime, lose=self._lose_unreadable)
         self._reads_ahead = False
         self._room = asyncio.Event()
         """Set, and replaced, when there may be room for a slot again."""
-
-    @property
-    def num_contexts(self) -> int:
-        """Number of sealed manifests."""
-        return len(self._manifests.index)
 
     def tenant_usage(self, tenant: TenantId) -> tuple[int, int]:
         """Return the bytes on disk that a tenant's new contexts cannot use, and its limit; 0: none.
@@ -126,12 +118,6 @@ class ContextCatalog:
         if limit and 2 * used > limit:
             used = max(used - self._blocks.kept_bytes(tenant), 0)
         return used, limit
-
-    async def start(self) -> None:
-        """Rebuild the index from the manifest files. Raises SidecarUnavailable for a temporary fault of the disk."""
-        await self._manifests.rebuild(
-            is_stored=self._is_stored, vouch=self._know_blocks, now_ms=self._runtime.clock.now_ms()
-        )
 
     async def prepare_save(self, new: NewSave) -> PreparedSave:
         """Open the save of one rank and hold the blocks that it counts on. Idempotent.
@@ -161,16 +147,20 @@ class ContextCatalog:
         return await self._announce(ref, save, more)
 
     async def _announce(self, ref: Ref, save: Save, more: MoreTokens) -> PreparedSave:
-        async with save.lock:
-            if len(more.token_ids) <= _HASHED_HERE:
-                files = save.new_files(more)
-            else:
-                files = await self._runtime.threads.run(save.new_files, more)
-            save.grow(more, files)
-            if save.new.is_kept and save.is_whole:
-                self._retention.refuse_repetition(save.manifest())
-            await self._retention.make_share(save.new.tenant, 1, for_kept=save.new.is_kept)
-            return self._intake.announce(ref, save, more)
+        save.num_announcing += 1
+        try:
+            async with save.lock:
+                if len(more.token_ids) <= _HASHED_HERE:
+                    files = save.new_files(more)
+                else:
+                    files = await self._runtime.threads.run(save.new_files, more)
+                save.grow(more, files)
+                if save.new.is_kept and save.is_whole:
+                    self.retention.refuse_repetition(save.manifest())
+                await self.retention.make_share(save.new.tenant, 1, for_kept=save.new.is_kept)
+                return self._intake.announce(ref, save, more)
+        finally:
+            save.num_announcing -= 1
 
     async def lend(self, borrower: str, places: Sequence[tuple[Place, int]], *, timeout_s: float) -> list[LentSlot]:
         """Lend slots for files of saves in flight, with their sizes in bytes: for the first files, as many as fit now.
@@ -185,7 +175,7 @@ class ContextCatalog:
                 while not lent:
                     room = self._room
                     for place, size_bytes in places:
-                        slot = self._tiers.memory.lend(borrower, place, size_bytes)
+                        slot = self.tiers.memory.lend(borrower, place, size_bytes)
                         if slot is None:
                             break
                         lent.append(slot)
@@ -195,12 +185,12 @@ class ContextCatalog:
 
     def return_slots(self, borrower: str, slot_ids: Iterable[int]) -> None:
         """Free slots that their borrower will not write to any more. Idempotent."""
-        self._tiers.memory.give_back(borrower, slot_ids)
+        self.tiers.memory.give_back(borrower, slot_ids)
         self._tell_of_room()
 
     def end_borrower(self, borrower: str) -> None:
         """Free all slots that were lent to a process that has ended."""
-        self._tiers.memory.end_borrower(borrower)
+        self.tiers.memory.end_borrower(borrower)
         self._tell_of_room()
 
     def _tell_of_room(self) -> None:
@@ -213,7 +203,7 @@ class ContextCatalog:
 
         Raises InvalidRequest, CorruptBlock, StorageFull, SaveIncomplete, ContextDeleted; the save has then ended.
         """
-        memory = self._tiers.memory
+        memory = self.tiers.memory
         slot = memory.hand_over(slot_id, place)
         if slot is None:
             raise InvalidRequest("slot_id was not lent for this file", param="slot_id")
@@ -225,11 +215,11 @@ class ContextCatalog:
 
         async def store() -> int:
             try:
-                await self._retention.make_room(expected.tenant, slot.size_bytes, for_kept=save.new.is_kept)
+                await self.retention.make_room(expected.tenant, slot.size_bytes, for_kept=save.new.is_kept)
             except BaseException:
                 memory.free(slot)
                 raise
-            return await self._tiers.take_slots([(slot, expected)])
+            return await self.tiers.take_slots([(slot, expected)])
 
         try:
             return await self._finish(self._take(ref, save, expected.key, store()))
@@ -246,8 +236,8 @@ class ContextCatalog:
         ref, save, expected = self._intake.expected(cache_ref, rank, block_index)
 
         async def store() -> int:
-            await self._retention.make_room(expected.tenant, len(data), for_kept=save.new.is_kept)
-            return await self._tiers.take_bytes(data, expected, vouched=vouched)
+            await self.retention.make_room(expected.tenant, len(data), for_kept=save.new.is_kept)
+            return await self.tiers.take_bytes(data, expected, vouched=vouched)
 
         return await self._finish(self._take(ref, save, expected.key, store()))
 
@@ -256,13 +246,13 @@ class ContextCatalog:
         try:
             size_bytes = await storing
         except (ContextCacheError, OSError) as exc:
-            code = exc.code if isinstance(exc, ContextCacheError) else SidecarUnavailable.code
+            code = _code_of(exc)
             self._runtime.metrics.refused.labels(code).inc()
             if ref.phase is Phase.OPEN:
-                await self._tiers.free(self._intake.end(ref, save, code, is_final=False))
+                await self.tiers.free(self._intake.end(ref, save, code, is_final=False))
             raise
         if ref.save is not save:
-            await self._tiers.free([key])
+            await self.tiers.free([key])
             raise ContextDeleted("the save was dropped")
         self._intake.took(save, 1, size_bytes)
         return size_bytes
@@ -272,7 +262,7 @@ class ContextCatalog:
 
         Raises SaveIncomplete when blocks are missing or no save is open, ContextDeleted, StorageFull.
         """
-        if self._manifests.index.get(cache_ref) is not None:
+        if self.manifests.get(cache_ref) is not None:
             return Changed()
         complete = self._intake.seal(cache_ref, rank)
         if complete is None:
@@ -284,12 +274,12 @@ class ContextCatalog:
 
     async def _publish(self, ref: Ref, save: Save) -> Changed:
         try:
-            record = await self._manifests.publish(lambda: self._intake.publish(ref, save))
+            record = await self.manifests.publish(lambda: self._intake.publish(ref, save))
         except Exception as exc:
             if ref.phase is Phase.PUBLISHING:
-                code = exc.code if isinstance(exc, StorageFull) else SidecarUnavailable.code
+                code = _code_of(exc)
                 self._runtime.metrics.refused.labels(code).inc()
-                await self._tiers.free(self._intake.end(ref, save, code))
+                await self.tiers.free(self._intake.end(ref, save, code))
             raise
         if record is None:
             return Changed()
@@ -298,35 +288,25 @@ class ContextCatalog:
             raise ContextDeleted("the save was dropped")
         self._runtime.metrics.seals.inc()
         log.info("context sealed", extra={"cache_ref": record.cache_ref, "num_tokens": record.num_tokens})
-        replaced = await self._replace(self._retention.replace(save.manifest())) if record.is_kept else ()
+        replaced = await self.retention.replace(save.manifest()) if record.is_kept else ()
         # KV from the store is there already, and a peer writes its own kept KV.
         is_new = not ref.source or (ref.source == "peer" and not record.is_kept)
         return Changed(sealed=(record,) if is_new else (), replaced=replaced)
 
-    async def _replace(self, doomed: Sequence[ManifestRecord]) -> tuple[ManifestRecord, ...]:
-        records = await self._manifests.sweep(doomed)
-        self._runtime.metrics.replaced.inc(len(records))
-        await self._tiers.free(keys_of(records))
-        return tuple(records)
-
     async def abandon_save(self, cache_ref: CacheRef) -> None:
         """End a save whose pull has failed, and free its blocks. Harmless when there is none."""
-        await self._finish(self._tiers.free(self._intake.abandon(cache_ref)))
+        await self._finish(self.tiers.free(self._intake.abandon(cache_ref)))
 
     async def give_up_save(self, failed: FailedSave) -> None:
         """Take the engine's word that nothing is saved under a name, and why; waiters learn it at once.
 
         Nothing changes for sealed KV. Raises InvalidRequest.
         """
-        await self._finish(self._tiers.free(self._intake.give_up(failed)))
-
-    def save_failure(self, tenant: TenantId, cache_ref: CacheRef) -> str:
-        """Return why there is no KV under a name, as a short fixed phrase; empty: unknown, or there may be some."""
-        return self.refs.get(tenant, cache_ref).reason
+        await self._finish(self.tiers.free(self._intake.give_up(failed)))
 
     def holds(self, tenant: TenantId, cache_ref: CacheRef) -> bool:
         """Return whether this KV is sealed here, being saved, or expected from a peer."""
-        return self._live(tenant, cache_ref) is not None or self.refs.get(tenant, cache_ref).phase in PENDING
+        return bool(self.manifests.live(tenant, cache_ref)) or self.refs.get(tenant, cache_ref).phase in PENDING
 
     async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_s: float) -> ManifestRecord | None:
         """Return the record once its manifest is durable; None after `timeout_s`, or when the save has failed."""
@@ -334,18 +314,18 @@ class ContextCatalog:
         while self.refs.get(tenant, cache_ref).phase in (*PENDING, Phase.ABSENT):
             if not await self.refs.wait(tenant, [cache_ref], timeout_s=ends_at_s - asyncio.get_running_loop().time()):
                 break
-        return self._live(tenant, cache_ref)
+        return self.manifests.live(tenant, cache_ref)
 
     async def open(self, tenant: TenantId, cache_ref: CacheRef, *, again: bool = False) -> Manifest:
         """Return a sealed, unexpired manifest whose blocks are all there. `again`: it was opened a moment ago.
 
         Raises CacheRefNotFound; its kind CacheRefPending while it is being saved or pulled, to its own tenant only.
         """
-        record = self._live(tenant, cache_ref)
+        record = self.manifests.live(tenant, cache_ref)
         if record is not None:
-            manifest = await self._manifests.read(record, again=again)
-            if manifest is not None and all(map(self._is_stored, record.keys)):
-                self._manifests.index.use(cache_ref)
+            manifest = await self.manifests.read(record, again=again)
+            if manifest is not None and self.manifests.is_whole(record):
+                self.manifests.use(cache_ref)
                 return manifest
             await self._lose_unreadable(record)
         elif self.refs.get(tenant, cache_ref).phase in PENDING:
@@ -360,25 +340,18 @@ class ContextCatalog:
         """
         found = await self._matches.find(question)
         for one in found[:1]:
-            self._manifests.index.use(one.cache_ref)
-            self._retention.use(one.cache_ref, question.expires_at_ms)
+            self.manifests.use(one.cache_ref)
+            self.retention.use(one.cache_ref, question.expires_at_ms)
         if question.group:
-            self._retention.note_match(question, found[0].num_tokens if found else 0)
+            self.retention.note_match(question, found[0].num_tokens if found else 0)
         return found
-
-    async def kept(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
-        """Return the KV of a tenant's plain requests by conversation, the latest used first. Raises InvalidRequest."""
-        check_tenant(tenant)
-        return self._retention.groups(tenant, group)
 
     def tier_of(self, manifest: Manifest | ManifestRecord) -> TierName:
         """Return the tier that would serve most blocks of rank 0; of pulled KV before its first load, the origin."""
         if (fresh := self._fresh(self.refs.get(manifest.tenant, manifest.cache_ref), 0)) is not None:
             return fresh
-        if isinstance(manifest, Manifest):
-            keys = rank_keys(manifest, 0)
-        else:
-            keys = tuple(key for key in manifest.keys if key.rank == 0)
+        record = self.manifests.get(manifest.cache_ref)
+        keys = [] if record is None else [key for key in record.keys if key.rank == 0]
         in_memory = sum(self._blocks.is_in_memory(key) for key in keys)
         return "host" if 2 * in_memory > len(keys) else "disk"
 
@@ -411,7 +384,7 @@ class ContextCatalog:
         is_leased = lease is not None and self._leases.open(lease, keys)
         held = [] if is_leased or not in_slots else keys
         self._blocks.hold(held, "lease")
-        blocks = self._tiers.fetch(manifest, rank, wanted, in_slots=in_slots, verify=verify)
+        blocks = self.tiers.fetch(manifest, rank, wanted, in_slots=in_slots, verify=verify)
         ref = self.refs.get(manifest.tenant, manifest.cache_ref)
         fresh = self._fresh(ref, rank)
         ref.fresh_ranks = ref.fresh_ranks - {rank}
@@ -426,23 +399,7 @@ class ContextCatalog:
             left = self._blocks.let_go(held, "lease")
             self._tell_of_room()
             if left:
-                await self._finish(self._tiers.free(left))
-
-    def record(self, cache_ref: CacheRef) -> ManifestRecord | None:
-        """Return the record of sealed KV."""
-        return self._manifests.index.get(cache_ref)
-
-    def of_session(self, tenant: TenantId, session_id: SessionId) -> list[ManifestRecord]:
-        """Return the sealed manifests of a session."""
-        return self._manifests.index.of_session(tenant, session_id)
-
-    async def manifest(self, record: ManifestRecord) -> Manifest | None:
-        """Return the manifest of a record; None: it has gone, or is bad."""
-        return await self._manifests.read(record)
-
-    async def block(self, key: BlockKey) -> Buffer | None:
-        """Return a verified copy of a block file; None: it has gone, or is bad."""
-        return await self._tiers.copy(key)
+                await self._finish(self.tiers.free(left))
 
     async def read_ahead(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
         """Bring the first of these refs that is sealed here into memory, as a load is about to ask for it.
@@ -450,16 +407,16 @@ class ContextCatalog:
         Harmless without such a ref, and when cancelled. The load reports what is wrong. Of two calls at once the second
         returns at once: its load reads.
         """
-        records = (self._live(tenant, cache_ref) for cache_ref in cache_refs)
+        records = (self.manifests.live(tenant, cache_ref) for cache_ref in cache_refs)
         record = next((record for record in records if record is not None), None)
         if record is None or self._reads_ahead:
             return
         self._reads_ahead = True
         try:
             with suppress(SidecarUnavailable):
-                manifest = await self._manifests.read(record)
+                manifest = await self.manifests.read(record)
                 if manifest is not None:
-                    await self._tiers.read_ahead(manifest)
+                    await self.tiers.read_ahead(manifest)
         finally:
             self._reads_ahead = False
 
@@ -468,13 +425,14 @@ class ContextCatalog:
         keys = self._leases.end(lease_id)
         self._tell_of_room()
         if keys:
-            await self._finish(self._tiers.free(keys))
+            await self._finish(self.tiers.free(keys))
 
     async def touch(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> list[ManifestRecord]:
         """Move the expiry of a session's unexpired manifests and of its saves in flight; return the manifests."""
         self._intake.move_expiry(tenant, session_id, expires_at_ms)
-        now_ms = self._runtime.clock.now_ms()
-        return await self._finish(self._manifests.move_expiry(tenant, session_id, expires_at_ms, now_ms=now_ms))
+        return await self._finish(
+            self.manifests.move_expiry(lambda: self.manifests.of_session(tenant, session_id), expires_at_ms)
+        )
 
     async def fork(self, terms: ForkTerms) -> ManifestRecord | None:
         """Give a new context the KV of another one, byte for byte the same files; None: there is none. Idempotent.
@@ -494,11 +452,11 @@ class ContextCatalog:
         for cache_ref in terms.sources:
             if self.refs.get(terms.tenant, cache_ref).save is not None:
                 await self.wait_sealed(terms.tenant, cache_ref, timeout_s=FORK_WAIT_S)
-            if (source := self._live(terms.tenant, cache_ref)) is not None:
+            if (source := self.manifests.live(terms.tenant, cache_ref)) is not None:
                 break
         else:
             return None
-        at_prompt = self._live(terms.tenant, prompt_ref(source.cache_ref))
+        at_prompt = self.manifests.live(terms.tenant, prompt_ref(source.cache_ref))
         if at_prompt is not None:  # KV of the end of its prompt
             await self._publish_fork(terms, at_prompt, prompt_ref(terms.cache_ref), begun_ms)
         record = await self._publish_fork(terms, source, terms.cache_ref, begun_ms)
@@ -509,17 +467,19 @@ class ContextCatalog:
     async def _publish_fork(
         self, terms: ForkTerms, source: ManifestRecord, cache_ref: CacheRef, begun_ms: int
     ) -> ManifestRecord | None:
-        manifest = await self._manifests.read(source, again=True)
+        manifest = await self.manifests.read(source, again=True)
 
         def plan() -> Manifest | None:
-            self._intake.check_not_deleted(terms.tenant, terms.session_id, cache_ref, started_at_ms=begun_ms)
-            taken, owner = self._manifests.index.get(cache_ref), self.refs.owner(cache_ref)
+            self.refs.check_not_deleted(terms.tenant, terms.session_id, cache_ref, started_at_ms=begun_ms)
+            taken, owner = self.manifests.get(cache_ref), self.refs.owner(cache_ref)
             is_ours = taken is None or (taken.tenant, taken.session_id) == (terms.tenant, terms.session_id)
             if not is_ours or (owner is not None and owner.save is not None):
                 raise ContextExists("this cache_ref is already sealed")
-            known = self._manifests.index.get(source.cache_ref)
+            known = self.manifests.get(source.cache_ref)
             if manifest is None or known is None or known.keys != source.keys:
                 return None  # deleted, lost or saved anew since it was read
+            if taken is None:
+                self.refs.begin_fork(self.refs.get(terms.tenant, cache_ref))
             # The files keep their names, tails too: nothing is hashed under the lock.
             return replace(
                 manifest,
@@ -529,7 +489,13 @@ class ContextCatalog:
                 tail_ref=manifest.tail_ref or manifest.cache_ref,
             )
 
-        return await self._manifests.publish(plan)
+        try:
+            return await self.manifests.publish(plan)
+        except Exception as exc:
+            ref = self.refs.get(terms.tenant, cache_ref)
+            if ref.phase is Phase.PUBLISHING and ref.save is None:
+                self.refs.end_save(ref, _code_of(exc), started_at_ms=None)
+            raise
 
     async def delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
         """Remove manifests of a session ("" for none) and of `cache_refs`, then all blocks without a reference.
@@ -542,60 +508,37 @@ class ContextCatalog:
 
     async def _delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
         keys = self._intake.delete(tenant, session_id, cache_refs)
-        records = await self._manifests.remove(tenant, session_id, cache_refs)
+        records = await self.manifests.remove(tenant, session_id, cache_refs)
         self._runtime.metrics.deletes.inc(len(records))
         keys += self._blocks.unspare((tenant, session_id))
-        return Removed(len(records), await self._tiers.free([*keys_of(records), *keys]))
+        return Removed(len(records), await self.tiers.free([*keys_of(records), *keys]))
 
     async def collect(self) -> Changed:
         """Free everything that no live manifest and no save in flight refers to."""
         return await self._finish(self._collect())
 
     async def _collect(self) -> Changed:
-        replaced = await self._replace(self._retention.replaced())
+        replaced = await self.retention.remove_replaced()
         self._intake.end_overdue()
         self._leases.expire()
         self._tell_of_room()
         now_ms = self._runtime.clock.now_ms()
-        records = await self._manifests.sweep(self._manifests.index.expired(now_ms))
-        self._runtime.metrics.collected.inc(len(records))
-        freed = await self._tiers.free(await self._runtime.threads.run(self._blocks.garbage, now_ms))
-        touched = []
+        expired = [record for record in self.manifests if record.expires_at_ms <= now_ms]
+        records, freed = await self.retention.sweep(expired, self._runtime.metrics.collected)
+        freed += await self.tiers.free(await self._runtime.threads.run(self._blocks.garbage, now_ms))
         # Last: a full disk takes nothing, and the steps above free it.
-        for record, expires_at_ms in self._retention.take_used():
-            try:
-                await self._manifests.extend(record, expires_at_ms)
-            except (StorageFull, SidecarUnavailable, OSError):
-                self._retention.use(record.cache_ref, expires_at_ms)
-            else:
-                touched.append(record)
+        touched = tuple(await self.retention.prolong_used())
         removed = Removed(len(records) + len(replaced), freed)
-        return Changed(touched=tuple(touched), replaced=replaced, removed=removed)
-
-    def sealed(self, *, kept: bool = False) -> list[ManifestRecord]:
-        """Return the records of all manifests of sessions, expired ones too, the one used longest ago first.
-
-        `kept`: of kept KV instead.
-        """
-        return [record for record in self._manifests.index.records() if record.is_kept == kept]
+        return Changed(touched=touched, replaced=replaced, removed=removed)
 
     async def drop(self, records: Sequence[ManifestRecord]) -> Removed:
         """Remove those manifests that have not changed, then all blocks without a reference.
 
         Unlike after `delete`, the names may be saved under again.
         """
-        return await self._finish(self._drop(records))
-
-    async def _drop(self, doomed: Sequence[ManifestRecord]) -> Removed:
-        records = await self._manifests.sweep(doomed)
-        self._runtime.metrics.orphaned.inc(len(records))
-        return Removed(len(records), await self._tiers.free(keys_of(records)))
-
-    def _live(self, tenant: TenantId, cache_ref: CacheRef) -> ManifestRecord | None:
-        return self._manifests.live(tenant, cache_ref, now_ms=self._runtime.clock.now_ms())
-
-    def _is_stored(self, key: BlockKey) -> bool:
-        return self._blocks.stored_bytes(key) is not None
+        sweeping = self.retention.sweep(records, self._runtime.metrics.orphaned)
+        removed, freed_bytes = await self._finish(sweeping)
+        return Removed(len(removed), freed_bytes)
 
     def _fresh(self, ref: Ref, rank: int) -> Literal["peer", "object"] | None:
         """Return the origin of a rank's pulled KV that no load has asked for."""
@@ -610,9 +553,9 @@ class ContextCatalog:
 
         Not its tails: every save sends those, and a save under the same name may have other tokens.
         """
-        for lost in await self._lose([record]):
+        for lost in await self.manifests.lose(lambda: [record]):
             self._intake.spare(lost.tenant, lost.session_id, lost.keys)
-            await self._tiers.free([key for key in lost.keys if key.kind == "tail"])
+            await self.tiers.free([key for key in lost.keys if key.kind == "tail"])
 
     async def _lose_block(self, key: BlockKey) -> None:
         """Remove a block whose bytes are wrong, and the manifests that hold it.
@@ -620,21 +563,8 @@ class ContextCatalog:
         The other blocks of those contexts go too: what spoilt one may have spoilt more, and sending them again costs
         less than reading them all to find out.
         """
-        await self._tiers.put_aside(key)
-        await self._tiers.free(keys_of(await self._lose(self._manifests.index.holders(key))))
-
-    async def _lose(self, doomed: Sequence[ManifestRecord]) -> list[ManifestRecord]:
-        """Remove manifests that can no longer be served, and return them. Their blocks stay for now."""
-        records = await self._manifests.lose(doomed)
-        for record in records:
-            log.warning("context lost", extra={"cache_ref": record.cache_ref, "tenant": record.tenant})
-        return records
-
-    def _know_blocks(self, manifest: Manifest) -> None:
-        """Note the tenant of the stored blocks, and the checksums in their manifest. Before anything else runs."""
-        keys = all_keys(manifest)
-        for key, checksum in zip_longest(keys, manifest.block_checksums):
-            self._blocks.vouch(key, manifest.tenant, checksum)
+        await self.tiers.put_aside(key)
+        await self.tiers.free(keys_of(await self.manifests.lose(lambda: self.manifests.holders(key))))
 
     async def _finish(self, steps: Coroutine[Any, Any, Result]) -> Result:
         """Run `steps` to their end even if the caller leaves. Raises SidecarUnavailable for a refusal of the disk."""
@@ -642,3 +572,7 @@ class ContextCatalog:
             return await self._runtime.threads.finish(steps)
         except OSError as exc:
             raise SidecarUnavailable("the disk cannot be written") from exc
+
+
+def _code_of(error: Exception) -> str:
+    return error.code if isinstance(error, ContextCacheError) else SidecarUnavailable.code

@@ -53,17 +53,19 @@ class Intake:
         Raises ContextDeleted, ContextExpired, ContextExists, InvalidRequest, StorageFull.
         """
         ref = self._refs.get(new.tenant, new.cache_ref)
-        self.check_not_deleted(new.tenant, new.session_id, new.cache_ref, started_at_ms=new.started_at_ms)
+        self._refs.check_not_deleted(new.tenant, new.session_id, new.cache_ref, started_at_ms=new.started_at_ms)
         if ref.phase is Phase.FAILED and 0 < new.started_at_ms == ref.started_at_ms:
             raise ContextDeleted("another rank ended this save")
         if new.expires_at_ms <= self._runtime.clock.now_ms():
             raise ContextExpired("the context has expired")
         owner = self._refs.owner(new.cache_ref)
-        if owner is not None and owner.has_manifest:
-            raise ContextExists("this cache_ref is already sealed")
+        if owner is not None and (owner.has_manifest or (owner.phase is Phase.PUBLISHING and owner.save is None)):
+            raise ContextExists("this cache_ref is already sealed, or that of a fork")
         if owner is not None and owner.save is not None and owner.save.new.terms() != new.terms():
             raise InvalidRequest("the ranks sent different data for this cache_ref", param="cache_ref")
         if ref.save is None:
+            if new.world_size > 1 and 0 < new.started_at_ms <= self._refs.forgotten_until_ms:
+                raise ContextDeleted("another rank may have ended this save")
             if len(self._refs.saves()) >= self._limits.max_saves:
                 raise StorageFull("too many saves in flight")
             self._refs.open(ref, Save(new, self._deadline_ms(), new.expires_at_ms))
@@ -105,14 +107,16 @@ class Intake:
         return PreparedSave(missing, num_files)
 
     def refuse(self, new: NewSave, error: BaseException) -> None:
-        """End a save that was refused to its first rank: nothing waits for a save that will not come."""
+        """End a save that was refused to its only rank so far: nothing waits for a save that will not come."""
         ref = self._refs.get(new.tenant, new.cache_ref)
         if isinstance(error, ContextCacheError):
             self._runtime.metrics.refused.labels(error.code).inc()
-        if ref.save is not None and ref.save.num_sent:
+        if ref.save is not None and (ref.save.num_sent or ref.save.num_announcing):
             return
         if isinstance(error, ContextCacheError) and not new.early and not isinstance(error, ContextExists):
-            self._refs.end_save(ref, error.code, started_at_ms=new.started_at_ms)
+            self._refs.end_save(ref, error.code, started_at_ms=None if new.source else new.started_at_ms)
+        elif ref.save is not None and new.source:
+            self._refs.end_save(ref, PULL_FAILED, started_at_ms=None)
         elif ref.save is not None:
             self._refs.end_early(ref)
 
@@ -180,7 +184,7 @@ class Intake:
             # The next save goes on where this one ended.
             self.spare(new.tenant, new.session_id, keys)
         if save.is_whole or is_final:
-            self._refs.end_save(ref, reason, started_at_ms=0 if reason == PULL_FAILED else new.started_at_ms)
+            self._refs.end_save(ref, reason, started_at_ms=None if new.source else new.started_at_ms)
         else:
             self._refs.end_early(ref)
         return keys
@@ -204,12 +208,9 @@ class Intake:
 
     def abandon(self, cache_ref: CacheRef) -> list[BlockKey]:
         """End a save whose pull has failed; return its blocks. Harmless when there is none."""
-        ref = self._refs.owner(cache_ref)
-        if ref is None:
-            return []
-        # The next pull may begin within the same ms, and is another attempt.
-        ref.started_at_ms = 0
-        return self.end(ref, ref.save, PULL_FAILED) if ref.phase is Phase.OPEN and ref.save is not None else []
+        ref = self._owner(cache_ref)
+        is_pull = ref.phase is Phase.OPEN and ref.save is not None and ref.save.new.source
+        return self.end(ref, ref.save, PULL_FAILED) if is_pull and ref.save is not None else []
 
     def delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Iterable[CacheRef]) -> list[BlockKey]:
         """Refuse these names from now on and end their saves; return the blocks of those."""
@@ -223,13 +224,6 @@ class Intake:
             keys += self.let_go(ref.save) if ref.save is not None else []
             self._refs.delete(ref)
         return keys
-
-    def check_not_deleted(
-        self, tenant: TenantId, session_id: SessionId, cache_ref: CacheRef, *, started_at_ms: int
-    ) -> None:
-        """Raise ContextDeleted for a name that was deleted, or whose session was after `started_at_ms`."""
-        if self._refs.is_deleted(tenant, session_id, cache_ref, started_at_ms=started_at_ms):
-            raise ContextDeleted("the context was deleted")
 
     def end_overdue(self) -> list[BlockKey]:
         """End the saves past their deadline; return their blocks."""

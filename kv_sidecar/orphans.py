@@ -28,7 +28,7 @@ from contextcache.wire.messages import message_of
 from contextcache.wire.rpc import Answer, cause_of, error_from_rpc, within
 from contextcache.wire.tls import WatchedTls
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.sealed.index import ManifestRecord
+from kv_sidecar.sealed.manifests import ManifestRecord
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ class Phase(Enum):
     OPEN = "open"
     """A save is in flight."""
     PUBLISHING = "publishing"
-    """All ranks have sealed, and its manifest is being written."""
+    """Its manifest is being written: all ranks have sealed, or it is a fork."""
     SEALED = "sealed"
     FAILED = "failed"
     """Its save ended without a manifest; the record keeps the reason for a while."""
@@ -40,8 +40,10 @@ PHASES = Phases[Phase](
     [
         ((Phase.ABSENT, Phase.FAILED), "pull begins", Phase.EXPECTED),
         ((Phase.EXPECTED,), "pull ends", Phase.ABSENT),
+        ((Phase.EXPECTED,), "pull ends after a failure", Phase.FAILED),
         (_NOT_HERE, "announced", Phase.OPEN),
         ((Phase.OPEN,), "last rank seals", Phase.PUBLISHING),
+        (_NOT_HERE, "fork begins", Phase.PUBLISHING),
         ((*_NOT_HERE, Phase.PUBLISHING, Phase.SEALED), "manifest durable", Phase.SEALED),
         ((Phase.DELETED,), "manifest durable", Phase.DELETED),
         ((Phase.OPEN,), "early files end", Phase.ABSENT),
@@ -69,11 +71,11 @@ class Ref:
     cache_ref: CacheRef
     phase: Phase = Phase.ABSENT
     save: Save | None = None
-    """Its save while OPEN or PUBLISHING."""
+    """Its save while OPEN or PUBLISHING. A fork has none."""
     has_manifest: bool = False
     """Whether its manifest is on disk. A DELETED ref may have one until the delete ends."""
     reason: str = ""
-    """Reason of FAILED or DELETED, a short fixed phrase."""
+    """Reason of FAILED or DELETED, a short fixed phrase. A pull keeps that of FAILED, in case it brings nothing."""
     started_at_ms: int = 0
     """Unix time in ms when the turn of the save that failed began; 0: unknown."""
     ended_at_ms: int = 0
@@ -90,6 +92,11 @@ class Ref:
     """Whether longer KV of its conversation has replaced it; the collector removes it once no load needs it."""
     waiters: tuple[asyncio.Future[None], ...] = ()
 
+    @property
+    def failure(self) -> str:
+        """Reason why there is no KV; empty: unknown, or there may be some."""
+        return self.reason if self.phase in (Phase.FAILED, Phase.DELETED) else ""
+
 
 class Refs:
     """All records. An ABSENT ref has a record only while something waits for it."""
@@ -100,8 +107,13 @@ class Refs:
         self.num_waiters = 0
         """Calls that wait for a change now."""
         self._refs: dict[tuple[TenantId, str], Ref] = {}
-        self._ended: OrderedDict[tuple[TenantId, str], Ref] = OrderedDict()
-        """FAILED and DELETED records, the oldest first."""
+        self._ended: dict[Phase, OrderedDict[tuple[TenantId, str], Ref]] = {
+            Phase.FAILED: OrderedDict(),
+            Phase.DELETED: OrderedDict(),
+        }
+        """Records of both phases, the oldest first. Each phase has its own bound: no failure displaces a delete."""
+        self.forgotten_until_ms = 0
+        """Latest begin of a turn whose failure the bound has displaced, Unix time in ms."""
         self._saving: dict[tuple[TenantId, str], Ref] = {}
         """OPEN and PUBLISHING records."""
         self._owners: dict[CacheRef, Ref] = {}
@@ -138,26 +150,35 @@ class Refs:
         """Take `expect` back. Idempotent."""
         for ref in (self.get(tenant, cache_ref) for cache_ref in cache_refs):
             if ref.phase is Phase.EXPECTED:
-                self._move(ref, "pull ends")
+                self._move(ref, "pull ends after a failure" if ref.reason else "pull ends")
 
     def open(self, ref: Ref, save: Save) -> None:
         """Begin a save."""
         self._move(ref, "announced")
         self._owners[ref.cache_ref] = ref
         ref.save = save
+        if not save.new.source:
+            ref.reason, ref.started_at_ms = "", 0
 
     def publish(self, ref: Ref) -> None:
         """Note that all ranks have sealed: from here on no deadline ends the save."""
         self._move(ref, "last rank seals")
 
-    def end_save(self, ref: Ref, reason: str, *, started_at_ms: int) -> None:
-        """Note that no manifest comes of a save, or of a save that has not begun.
+    def begin_fork(self, ref: Ref) -> None:
+        """Take the name of a fork while its manifest is written. It ends with the manifest, or by `end_save`."""
+        self._move(ref, "fork begins")
+        self._owners[ref.cache_ref] = ref
 
-        The first reason of an attempt stays: later failures follow from it.
+    def end_save(self, ref: Ref, reason: str, *, started_at_ms: int | None) -> None:
+        """Note that no manifest comes of a save, of a save that has not begun, or of a fork.
+
+        The first reason of an attempt stays: later failures follow from it. `started_at_ms`: begin of its turn; 0:
+        unknown; None: a pull, which replaces no reason of an engine.
         """
         is_known = ref.phase is Phase.FAILED and started_at_ms and ref.started_at_ms == started_at_ms
         if not is_known and PHASES.allows(ref.phase, "save ends"):
-            ref.reason, ref.started_at_ms = reason, started_at_ms
+            if started_at_ms is not None or not ref.reason:
+                ref.reason, ref.started_at_ms = reason, started_at_ms or 0
             self._move(ref, "save ends")
 
     def end_early(self, ref: Ref) -> None:
@@ -169,7 +190,7 @@ class Refs:
 
         Only a save in flight gets a reason: a deleted ref without one is answered as an absent one.
         """
-        reason = ContextDeleted.code if ref.phase in (Phase.OPEN, Phase.PUBLISHING) else ref.reason
+        reason = ContextDeleted.code if ref.phase in (Phase.OPEN, Phase.PUBLISHING) else ref.failure
         self._move(ref, "delete")
         ref.reason = reason
 
@@ -177,11 +198,14 @@ class Refs:
         """Refuse saves of this session whose turns have begun."""
         self.delete(self.get(tenant, _session(session_id)))
 
-    def is_deleted(self, tenant: TenantId, session_id: SessionId, cache_ref: CacheRef, *, started_at_ms: int) -> bool:
-        """Return whether the name was deleted, or its session at `started_at_ms` or later; 0: unknown."""
+    def check_not_deleted(
+        self, tenant: TenantId, session_id: SessionId, cache_ref: CacheRef, *, started_at_ms: int
+    ) -> None:
+        """Raise ContextDeleted for a name that was deleted, or its session at `started_at_ms` or later; 0: unknown."""
         session = self.get(tenant, _session(session_id))
         is_old = session.phase is Phase.DELETED and started_at_ms <= session.ended_at_ms
-        return is_old or self.get(tenant, cache_ref).phase is Phase.DELETED
+        if is_old or self.get(tenant, cache_ref).phase is Phase.DELETED:
+            raise ContextDeleted("the context was deleted")
 
     def sealed(self, tenant: TenantId, cache_ref: CacheRef) -> None:
         """Note that a manifest is durable."""
@@ -236,19 +260,22 @@ class Refs:
         else:
             self._saving.pop(key, None)
             ref.save = None
-        if ref.phase is not Phase.FAILED:
+        if ref.phase in (Phase.ABSENT, Phase.SEALED, Phase.DELETED):
             ref.reason, ref.started_at_ms = "", 0
         if ref.phase not in (Phase.EXPECTED, Phase.OPEN, Phase.PUBLISHING, Phase.SEALED):
             ref.source, ref.named_until_ms, ref.used_until_ms, ref.is_replaced = "", 0, 0, False
             ref.fresh_ranks = frozenset()
-        if ref.phase not in (Phase.FAILED, Phase.DELETED):
-            self._ended.pop(key, None)
-        elif event in ("save ends", "delete"):
+        if before in self._ended and ref.phase is not before:
+            self._ended[before].pop(key, None)
+        if event in ("save ends", "pull ends after a failure", "delete"):
             ref.ended_at_ms = self._clock.now_ms()
-            self._ended[key] = ref
-            self._ended.move_to_end(key)
-            while len(self._ended) > self._limits.max_tombstones:
-                self._forget(next(iter(self._ended.values())))
+            ended = self._ended[ref.phase]
+            ended[key] = ref
+            ended.move_to_end(key)
+            while len(ended) > self._limits.max_tombstones:
+                oldest = next(iter(ended.values()))
+                self.forgotten_until_ms = max(self.forgotten_until_ms, oldest.started_at_ms)
+                self._forget(oldest)
         if ref.phase is not before:
             for waiter in ref.waiters:
                 if not waiter.done():
@@ -264,8 +291,9 @@ class Refs:
 
     def _forget_old(self) -> None:
         oldest_ms = self._clock.now_ms() - self._limits.tombstone_ms
-        while self._ended and (ref := next(iter(self._ended.values()))).ended_at_ms <= oldest_ms:
-            self._forget(ref)
+        for ended in self._ended.values():
+            while ended and (ref := next(iter(ended.values()))).ended_at_ms <= oldest_ms:
+                self._forget(ref)
 
     def _forget(self, ref: Ref) -> None:
         self._move(ref, "forgotten with its manifest" if ref.has_manifest else "forgotten")

@@ -188,7 +188,7 @@ class Resolver:
             except CacheRefNotFound as exc:
                 pending = exc
                 left_ms = began_at_ms + question.wait_ms - self._clock.now_ms()
-                if cache_ref not in question.saving or self._catalog.save_failure(tenant, cache_ref):
+                if cache_ref not in question.saving or self._catalog.refs.get(tenant, cache_ref).failure:
                     raise
             if left_ms <= 0:
                 raise pending

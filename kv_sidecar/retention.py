@@ -17,16 +17,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from contextcache.errors import ContextExists, StorageFull
+from prometheus_client import Counter as Counted
+
+from contextcache.errors import ContextExists, SidecarUnavailable, StorageFull
 from contextcache.model import CacheRef, KeptGroup, KeptMiss, Manifest, SessionId, TenantId
-from contextcache.names import KEPT_PREFIX
+from contextcache.names import KEPT_PREFIX, check_tenant
 from kv_sidecar.blocks import Shortage
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.refs import Refs
+from kv_sidecar.refs import Ref, Refs
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.sealed.index import ManifestRecord
-from kv_sidecar.sealed.manifests import SealedManifests
+from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
 from kv_sidecar.sealed.matching import PrefixQuestion
 from kv_sidecar.sealed.prefixes import beginning_of
 from kv_sidecar.tiers.tiers import Tiers
@@ -72,7 +73,7 @@ class Retention:
     """Evicts contexts and keeps the KV of plain requests. Used from one event loop."""
 
     def __init__(
-        self, runtime: Runtime, refs: Refs, *, tiers: Tiers, manifests: SealedManifests, guarantee_bytes: int
+        self, runtime: Runtime, refs: Refs, *, tiers: Tiers, manifests: Manifests, guarantee_bytes: int
     ) -> None:
         """`guarantee_bytes`: bytes of each tenant that saves of other tenants do not evict; 0: none."""
         self._runtime = runtime
@@ -128,19 +129,36 @@ class Retention:
             missing = shortage()
             if missing.is_over:
                 return
-            victims = await self._manifests.sweep(self._victims(missing, candidates(), tenant))
-            if not victims:
-                return
-            freed = await self._tiers.free(keys_of(victims))
-            self._runtime.metrics.evicted.inc(len(victims))
-            log.info("contexts evicted", extra={"num_contexts": len(victims), "freed_bytes": freed})
+            victims = self._victims(missing, candidates(), tenant)
+            named = {record.cache_ref for record in victims if self._is_named(record)}
+
+            def may_go(record: ManifestRecord) -> bool:
+                is_in_use = self._tiers.blocks.is_leased(record.keys)
+                return not is_in_use and (record.cache_ref in named or not self._is_named(record))
+
+            records, freed_bytes = await self.sweep(victims, self._runtime.metrics.evicted, may_go)
+            if records:
+                log.info("contexts evicted", extra={"num_contexts": len(records), "freed_bytes": freed_bytes})
+
+    async def sweep(
+        self,
+        doomed: Iterable[ManifestRecord],
+        counter: Counted,
+        may_go: Callable[[ManifestRecord], bool] = lambda _: True,
+    ) -> tuple[list[ManifestRecord], int]:
+        """Remove manifests as `Manifests.sweep` does, and their blocks without a reference.
+
+        Counts the manifests; returns them, and the bytes freed on disk.
+        """
+        records = await self._manifests.sweep(doomed, may_go)
+        counter.inc(len(records))
+        return records, await self._tiers.free(keys_of(records))
 
     def _candidates(self, *, only_kept: bool) -> list[ManifestRecord]:
         """Return the records that may leave, in order: kept KV first, of both kinds last those that a load may need."""
-        records = self._manifests.index.records()
         if only_kept:
-            return [record for record in records if record.is_kept and not self._is_named(record)]
-        return sorted(records, key=lambda record: (not record.is_kept, self._is_named(record)))
+            return [record for record in self._manifests if record.is_kept and not self._is_named(record)]
+        return sorted(self._manifests, key=lambda record: (not record.is_kept, self._is_named(record)))
 
     def _is_named(self, record: ManifestRecord) -> bool:
         return self._refs.is_named(record.tenant, record.cache_ref)
@@ -166,20 +184,19 @@ class Retention:
 
     def refuse_repetition(self, manifest: Manifest) -> None:
         """Raise ContextExists when exactly these tokens are kept already, and prolong those."""
-        now_ms = self._runtime.clock.now_ms()
-        for cache_ref in self._manifests.index.prefixes.equals(beginning_of(manifest)):
-            record = self._manifests.live(manifest.tenant, cache_ref, now_ms=now_ms)
+        for cache_ref in self._manifests.prefixes.equals(beginning_of(manifest)):
+            record = self._manifests.live(manifest.tenant, cache_ref)
             if record is not None and record.is_kept and not self._refs.get(manifest.tenant, cache_ref).is_replaced:
                 self.use(cache_ref, manifest.expires_at_ms)
                 raise ContextExists("these tokens are already kept")
 
     def use(self, cache_ref: CacheRef, expires_at_ms: int) -> None:
         """Note a use of kept KV and the expiry that it gives; the KV of sessions does not change."""
-        record = self._manifests.index.get(cache_ref)
+        record = self._manifests.get(cache_ref)
         if record is None or not record.is_kept:
             return
         now_ms = self._runtime.clock.now_ms()
-        self._manifests.index.use(cache_ref)
+        self._manifests.use(cache_ref)
         self._used_at_ms[record.tenant, record.session_id] = now_ms
         if expires_at_ms - record.expires_at_ms > (expires_at_ms - now_ms) // _SHARE_USED:
             ref = self._refs.get(record.tenant, cache_ref)
@@ -187,17 +204,21 @@ class Retention:
 
     def note_match(self, question: PrefixQuestion, num_tokens: int) -> None:
         """Remember where a conversation diverged from its kept KV, if it did."""
-        group = self._manifests.index.of_session(question.tenant, question.group)
+        group = self._manifests.of_session(question.tenant, question.group)
         if group and num_tokens < min(group[-1].num_tokens, question.num_tokens):
             miss = KeptMiss(num_tokens, question.num_tokens, self._runtime.clock.now_ms())
             self._misses[question.tenant, question.group] = miss
 
     def groups(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
-        """Return a tenant's groups, or one of them, the latest used first, at most `GROUPS_SHOWN`."""
-        index, blocks = self._manifests.index, self._tiers.blocks
-        names = [group] if group.startswith(KEPT_PREFIX) else [] if group else index.groups(tenant)
+        """Return a tenant's groups, or one of them, the latest used first, at most `GROUPS_SHOWN`.
+
+        Raises InvalidRequest.
+        """
+        check_tenant(tenant)
+        manifests, blocks = self._manifests, self._tiers.blocks
+        names = [group] if group.startswith(KEPT_PREFIX) else [] if group else manifests.groups(tenant)
         names.sort(key=lambda name: self._used_at_ms.get((tenant, name), 0), reverse=True)
-        found = ((name, index.of_session(tenant, name)) for name in names[:GROUPS_SHOWN])
+        found = ((name, manifests.of_session(tenant, name)) for name in names[:GROUPS_SHOWN])
         return [
             KeptGroup(
                 group=name,
@@ -212,39 +233,54 @@ class Retention:
             if records
         ]
 
-    def take_used(self) -> list[tuple[ManifestRecord, int]]:
-        """Return the kept KV used since the last call, with its new expiry; forget groups without manifests."""
-        index = self._manifests.index
-        for notes in (self._used_at_ms, self._misses):
-            for tenant, name in [key for key in notes if not index.of_session(*key)]:
-                del notes[tenant, name]
-        used = []
-        for ref in self._refs:
-            if ref.used_until_ms and (record := index.get(ref.cache_ref)) is not None:
-                used.append((record, ref.used_until_ms))
-                ref.used_until_ms = 0
-        return used
+    async def prolong_used(self) -> list[ManifestRecord]:
+        """Write the new expiry of the kept KV used since the last call; forget groups without manifests.
 
-    def replace(self, manifest: Manifest) -> list[ManifestRecord]:
-        """Mark the kept KV that a newly sealed manifest stands for; return the part that no load may need."""
+        Returns the manifests that changed. A file that cannot be written now is tried again in the next call.
+        """
+        for notes in (self._used_at_ms, self._misses):
+            for tenant, name in [key for key in notes if not self._manifests.of_session(*key)]:
+                del notes[tenant, name]
+        used = [(ref, ref.used_until_ms) for ref in self._refs if ref.used_until_ms]
+        return [record for ref, until_ms in used for record in await self._prolong(ref, until_ms)]
+
+    async def _prolong(self, ref: Ref, until_ms: int) -> list[ManifestRecord]:
+        record = self._manifests.get(ref.cache_ref)
+        if record is None:
+            return []
+        ref.used_until_ms = 0
+        try:
+            return await self._manifests.move_expiry(lambda: [record], until_ms)
+        except (StorageFull, SidecarUnavailable, OSError):
+            self.use(ref.cache_ref, until_ms)
+            return []
+
+    async def replace(self, manifest: Manifest) -> tuple[ManifestRecord, ...]:
+        """Mark the kept KV that a newly sealed manifest stands for; remove and return the part that no load may need.
+
+        `remove_replaced` removes the rest.
+        """
         self._used_at_ms[manifest.tenant, manifest.session_id] = self._runtime.clock.now_ms()
-        group = self._manifests.index.of_session(manifest.tenant, manifest.session_id)
+        group = self._manifests.of_session(manifest.tenant, manifest.session_id)
         others = [record for record in group if record.cache_ref != manifest.cache_ref]
         begun = [record for record in others if record.at.begins(manifest)]
         rest = [record for record in others if record not in begun]
         surplus = rest[: max(len(rest) + 1 - GROUP_MAX, 0)]
         for record in (*begun, *surplus):
             self._refs.get(record.tenant, record.cache_ref).is_replaced = True
-        return self._unneeded([*begun, *surplus])
+        return await self._remove_unneeded([*begun, *surplus])
 
-    def replaced(self) -> list[ManifestRecord]:
-        """Return the replaced kept KV that no load may need by now. Looks at every ref."""
-        found = [self._manifests.index.get(ref.cache_ref) for ref in self._refs if ref.is_replaced]
-        return self._unneeded([record for record in found if record is not None])
+    async def remove_replaced(self) -> tuple[ManifestRecord, ...]:
+        """Remove and return the replaced kept KV that no load may need by now. Looks at every ref."""
+        found = [self._manifests.get(ref.cache_ref) for ref in self._refs if ref.is_replaced]
+        return await self._remove_unneeded([record for record in found if record is not None])
 
-    def _unneeded(self, records: Iterable[ManifestRecord]) -> list[ManifestRecord]:
-        blocks = self._tiers.blocks
-        return [record for record in records if not self._is_named(record) and not blocks.is_leased(record.keys)]
+    async def _remove_unneeded(self, records: Iterable[ManifestRecord]) -> tuple[ManifestRecord, ...]:
+        def may_go(record: ManifestRecord) -> bool:
+            return not self._is_named(record) and not self._tiers.blocks.is_leased(record.keys)
+
+        removed, _ = await self.sweep(filter(may_go, records), self._runtime.metrics.replaced, may_go)
+        return tuple(removed)
 
 
 def keys_of(records: Iterable[ManifestRecord]) -> list[BlockKey]:

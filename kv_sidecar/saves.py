@@ -36,7 +36,7 @@ class CatalogLimits:
     tombstone_ms: int = 3_600_000
     """Deleted refs and sessions refuse saves for this long. Longer than any request runs."""
     max_tombstones: int = 65_536
-    """Deleted names remembered, about 10 MB; the oldest are forgotten first."""
+    """Deleted names remembered, and as many failed saves, each about 10 MB; the oldest are forgotten first."""
     spare_ms: int = 300_000
     """Blocks of an incomplete context stay for this long, for the save that follows its recompute."""
     max_waiters: int = 4096
@@ -148,6 +148,8 @@ class Save:
     """Tokens that each rank has announced."""
     sealed: set[int] = field(default_factory=set)
     """Ranks that have sealed."""
+    num_announcing: int = 0
+    """Announcements under way."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while tokens are added."""
 

@@ -156,7 +156,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         timeout_ms = min(request.timeout_ms, MAX_WAIT_SEALED_MS)
         record = await self._catalog.wait_sealed(request.tenant, request.cache_ref, timeout_s=timeout_ms / 1000)
         if record is None:
-            return pb.WaitSealedResponse(reason=self._catalog.save_failure(request.tenant, request.cache_ref))
+            return pb.WaitSealedResponse(reason=self._catalog.refs.get(request.tenant, request.cache_ref).failure)
         return pb.WaitSealedResponse(sealed=True, num_tokens=record.num_tokens, size_bytes=record.size_bytes)
 
     @override
@@ -273,7 +273,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def ListKept(self, request: pb.ListKeptRequest, context: Context) -> pb.ListKeptResponse:
-        groups = await self._catalog.kept(request.tenant, request.group)
+        groups = self._catalog.retention.groups(request.tenant, request.group)
         return message_of(pb.ListKeptResponse, groups=groups)
 
     @override
@@ -282,7 +282,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         usage = {"host": self._sidecar.blocks.memory_usage(), "disk": self._sidecar.blocks.usage()}
         tiers = [message_of(pb.TierStats, found, tier=TIERS[tier]) for tier, found in usage.items()]
         return pb.StatsResponse(
-            num_contexts=self._catalog.num_contexts,
+            num_contexts=len(self._catalog.manifests),
             tiers=tiers,
             num_quarantined=self._sidecar.directory.num_quarantined,
             fingerprints=self._sidecar.engine.fingerprints,

@@ -32,8 +32,7 @@ from kv_sidecar.refs import Refs
 from kv_sidecar.resolve import Resolver
 from kv_sidecar.retention import Changed, Collector, Removed
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.sealed.index import ManifestRecord
-from kv_sidecar.sealed.manifests import ManifestStore, SealedManifests
+from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.store.collector import SharedCollector
 from kv_sidecar.store.encryption import StoreKeys
@@ -89,10 +88,11 @@ class Sidecar:
         self.door: ArenaDoor | None = None
         """Where engines get the arena; None: they send frames."""
         self.tiers = Tiers(blocks=self.blocks, disk=self.disk, memory=self.memory, runtime=self.runtime)
-        manifests = ManifestStore(self.directory)
         refs = Refs(clock, settings.limits())
-        sealed = SealedManifests(manifests, self.threads, self.blocks, refs)
-        self.catalog = ContextCatalog(self.runtime, refs, tiers=self.tiers, manifests=sealed, limits=settings.limits())
+        manifests = Manifests(self.directory, self.runtime, self.blocks, refs)
+        self.catalog = ContextCatalog(
+            self.runtime, refs, tiers=self.tiers, manifests=manifests, limits=settings.limits()
+        )
         self.shared = self._open_shared() if settings.store_url else None
         """Tier under the disk; None: KV ends with its pod."""
         limits = settings.collector_limits()
@@ -140,7 +140,7 @@ class Sidecar:
     def _show_room(self) -> None:
         self.metrics.watch("host", self.blocks.memory_usage)
         self.metrics.watch("disk", self.blocks.usage)
-        self.metrics.contexts.set_function(lambda: self.catalog.num_contexts)
+        self.metrics.contexts.set_function(lambda: len(self.catalog.manifests))
         self.metrics.lent_bytes.set_function(lambda: self.memory.lent_bytes)
         self.metrics.free_inodes.set_function(self.blocks.free_inodes)
         if self.settings.unix_socket is not None:
@@ -151,9 +151,9 @@ class Sidecar:
     async def open(self) -> None:
         """Open the stores and rebuild the index. Raises OSError when the data directory is taken."""
         await asyncio.to_thread(self._open_stores)
-        await self.catalog.start()
+        await self.catalog.manifests.rebuild()
         if self.shared is not None:
-            for record in (*self.catalog.sealed(), *self.catalog.sealed(kept=True)):
+            for record in self.catalog.manifests:
                 self.shared.write_soon(record)
             self.shared.start()
         socket = self.settings.unix_socket
@@ -200,7 +200,7 @@ class Sidecar:
         await self.threads.run(self.directory.remove_leftovers, before_ms=before_ms)
         self.reports.forget_old()
         if self._orphans is not None:
-            orphans = await self._orphans.find(self.catalog.sealed())
+            orphans = await self._orphans.find([it for it in self.catalog.manifests if not it.is_kept])
             removed += await self.catalog.drop(orphans)
         found = self.blocks.bytes_by_tenant()
         self.metrics.tenant_bytes.show(found, tenants_max=TENANTS_SHOWN_MAX)
@@ -246,7 +246,7 @@ class Sidecar:
         """Have peers take over this pod's contexts for a limited time, unless a shared store has them."""
         limits = self.settings.handover_limits()
         is_possible = self._questions is not None and limits.endpoint and limits.timeout_s
-        if self.shared is not None or not is_possible or not self.catalog.num_contexts:
+        if self.shared is not None or not is_possible or not len(self.catalog.manifests):
             return
         assert self._questions is not None
         story = Leaving(

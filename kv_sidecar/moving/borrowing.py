@@ -31,8 +31,8 @@ from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.format.ids import TOKEN_BYTES
 from kv_sidecar.moving.peers import PeerRules
 from kv_sidecar.moving.pulling import ABSENT_MAX, ABSENT_MS, ConnectPeer, Peer, Prefix, Pulls, Wanted
+from kv_sidecar.recent import RecentNames
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.sealed.index import RecentNames
 from kv_sidecar.sealed.matching import STAYS_MS, PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found
 
@@ -106,7 +106,7 @@ class Prefixes:
         conversation, now_ms = (question.tenant, question.group), self.runtime.clock.now_ms()
         if not (question.group.startswith(KEPT_PREFIX) and SESSION_ID_PATTERN.fullmatch(question.group)):
             return False
-        if self.catalog.of_session(*conversation) and 2 * known >= question.num_tokens:
+        if self.catalog.manifests.of_session(*conversation) and 2 * known >= question.num_tokens:
             return False
         is_open = now_ms >= self._silent_until_ms and self._num_questions < _STORE_QUESTIONS_MAX
         return is_open and self._absent.added_at_ms(conversation, now_ms) is None

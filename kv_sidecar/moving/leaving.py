@@ -25,7 +25,7 @@ from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.crash_points import AFTER_HANDOVER_NOTE, AFTER_HANDOVER_SEAL
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.orphans import ManagerQuestions
-from kv_sidecar.sealed.index import ManifestRecord
+from kv_sidecar.sealed.manifests import ManifestRecord
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Leaving:
         """Return the next contexts, each with the newest it has, that have not been tried and fit."""
         seen: set[tuple[TenantId, SessionId]] = set()
         chosen: list[ManifestRecord] = []
-        for record in reversed(self.catalog.sealed()):
+        for record in reversed([it for it in self.catalog.manifests if not it.is_kept]):
             if len(chosen) == _AT_ONCE:
                 break
             session = (record.tenant, record.session_id)

@@ -38,9 +38,9 @@ from kv_sidecar.crash_points import BETWEEN_PULLED_BLOCKS
 from kv_sidecar.format.ids import engine_fingerprint
 from kv_sidecar.format.manifest import block_checksum, check_block_checksums, first_blocks
 from kv_sidecar.moving.peers import EngineRanks, PeerRules, PullLimits
+from kv_sidecar.recent import RecentNames
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.saves import NewSave
-from kv_sidecar.sealed.index import RecentNames
 from kv_sidecar.sealed.matching import PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found
 from kv_sidecar.store.writer import SharedTier

@@ -19,8 +19,7 @@ from contextcache.names import check_tenant
 from kv_sidecar.format.ids import TOKEN_BYTES, check_fingerprint_text
 from kv_sidecar.refs import Refs
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.sealed.index import ManifestRecord
-from kv_sidecar.sealed.manifests import SealedManifests
+from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
 from kv_sidecar.sealed.prefixes import Found, Prompt, prompt_of
 
 Answer = TypeVar("Answer")
@@ -95,7 +94,7 @@ class PrefixMatches:
 
     def __init__(
         self,
-        manifests: SealedManifests,
+        manifests: Manifests,
         refs: Refs,
         runtime: Runtime,
         *,
@@ -104,9 +103,7 @@ class PrefixMatches:
         """`lose` forgets a context with a damaged or missing manifest."""
         self._manifests = manifests
         self._refs = refs
-        self._threads = runtime.threads
-        self._clock = runtime.clock
-        self._metrics = runtime.metrics
+        self._runtime = runtime
         self._lose = lose
 
     async def find(self, question: PrefixQuestion) -> Sequence[Found]:
@@ -115,18 +112,17 @@ class PrefixMatches:
         Raises InvalidRequest.
         """
         question.check()
-        index = self._manifests.index
-        sizes = index.prefixes.sizes(question.tenant, question.fingerprint)
+        sizes = self._manifests.prefixes.sizes(question.tenant, question.fingerprint)
         if not sizes or question.num_tokens < question.tokens_min:
-            self._metrics.prefix_matches.labels("none").inc()
+            self._runtime.metrics.prefix_matches.labels("none").inc()
             return ()
-        prompt = await self._threads.run(
+        prompt = await self._runtime.threads.run(
             prompt_of, question.tenant, question.fingerprint, question.token_ids, sizes=sizes
         )
         best = await self._readable(question, prompt)
         for one in best:
             self._refs.name(question.tenant, one.cache_ref, for_ms=STAYS_MS)
-        self._metrics.prefix_matches.labels("some" if best else "none").inc()
+        self._runtime.metrics.prefix_matches.labels("some" if best else "none").inc()
         return best
 
     async def _readable(self, question: PrefixQuestion, prompt: Prompt) -> Sequence[Found]:
@@ -138,7 +134,7 @@ class PrefixMatches:
         while len(passed_over) < PASSED_OVER_MAX:
             num_before = len(passed_over)
             best = await self._nearest(question, prompt, passed_over)
-            if best and (record := self._live(question, best[0].cache_ref)) is not None:
+            if best and (record := self._manifests.live(question.tenant, best[0].cache_ref)) is not None:
                 await self._or_passed_over(record, self._manifests.read(record, again=True), passed_over)
             if len(passed_over) == num_before:
                 return best
@@ -148,11 +144,11 @@ class PrefixMatches:
         """Return the longest matches of the prompt in the index; add unreadable manifests to `passed_over`."""
 
         def is_usable(cache_ref: CacheRef) -> bool:
-            return cache_ref not in passed_over and self._live(question, cache_ref) is not None
+            return cache_ref not in passed_over and self._manifests.live(question.tenant, cache_ref) is not None
 
         found: list[Found] = []
-        for one in self._manifests.index.prefixes.find(prompt, is_usable):
-            record = self._live(question, one.cache_ref)
+        for one in self._manifests.prefixes.find(prompt, is_usable):
+            record = self._manifests.live(question.tenant, one.cache_ref)
             if record is None:
                 continue
             more: int | None = 0
@@ -176,9 +172,6 @@ class PrefixMatches:
         if read is None:
             passed_over.add(record.cache_ref)
         return read
-
-    def _live(self, question: PrefixQuestion, cache_ref: CacheRef) -> ManifestRecord | None:
-        return self._manifests.live(question.tenant, cache_ref, now_ms=self._clock.now_ms())
 
 
 def _of_use(found: Sequence[Found]) -> list[Found]:

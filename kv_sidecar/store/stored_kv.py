@@ -28,8 +28,7 @@ from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST, AFTER_UNSTORED_MANIF
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, decode_manifest
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.sealed.index import ManifestRecord
-from kv_sidecar.sealed.manifests import MAX_FILE_BYTES
+from kv_sidecar.sealed.manifests import MAX_FILE_BYTES, ManifestRecord
 from kv_sidecar.store.encryption import OVERHEAD_BYTES_MAX, StoreKeys, TenantKey, opened
 from kv_sidecar.store.objects import ObjectStore, each
 from kv_sidecar.tiers.store import BLOCK_BYTES_MAX, Buffer
@@ -240,7 +239,7 @@ class StoredKV:
             await self._let_go(tenant, owner, let_go, refs)
             again += [
                 record
-                for record in self.local.of_session(tenant, owner)
+                for record in self.local.manifests.of_session(tenant, owner)
                 if record.cache_ref not in refs and not let_go.isdisjoint(self.names_of(tenant, record.keys))
             ]
         return again
@@ -251,7 +250,7 @@ class StoredKV:
         held: dict[SessionId, set[str]] = {session_id: set()} if session_id else {}
         if removal.is_whole and session_id:
             held[session_id] = self.known.names((tenant, session_id))  # some have no manifest yet
-            anew = {record.cache_ref for record in self.local.of_session(tenant, session_id)} - refs
+            anew = {record.cache_ref for record in self.local.manifests.of_session(tenant, session_id)} - refs
             listed = self.objects.listed(f"{tenant}/sessions/{session_id}/")
             refs.update([ref_of(it.name) async for it in listed if it.modified_at_ms <= removal.before_ms])
             refs -= anew
@@ -266,7 +265,7 @@ class StoredKV:
 
     async def _wanted_by(self, tenant: TenantId, session_id: SessionId, but: Collection[CacheRef]) -> set[str]:
         """Return the names of the blocks that a session's other manifests have, here and in the store."""
-        here = {record.cache_ref: record.keys for record in self.local.of_session(tenant, session_id)}
+        here = {record.cache_ref: record.keys for record in self.local.manifests.of_session(tenant, session_id)}
         keys = {key for ref, held in here.items() if ref not in but for key in held}
         there = {ref_of(it.name) async for it in self.objects.listed(f"{tenant}/sessions/{session_id}/")}
         for ref in there.difference(here, but):
@@ -307,7 +306,7 @@ class StoredKV:
         # Their write began after the last manifest was deleted and may lack blocks: a missing manifest tells its pod.
         await each(begun, lambda ref: self.objects.delete(manifest_name(tenant, ref)))
         await each(session.cache_refs, lambda ref: self.objects.delete(session_name(tenant, session_id, ref)))
-        return [record for ref in begun if (record := self.local.record(ref)) is not None]
+        return [record for ref in begun if (record := self.local.manifests.get(ref)) is not None]
 
     async def _used_since(self, tenant: TenantId, session_id: SessionId, session: StoredSession) -> list[CacheRef]:
         used = await self.used(tenant, session_id)

@@ -30,9 +30,10 @@ from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.crash_points import AFTER_STORED_BLOCKS
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import encode_manifest
+from kv_sidecar.recent import RecentNames
 from kv_sidecar.retention import GROUP_MAX, Changed
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.sealed.index import ManifestRecord, RecentNames
+from kv_sidecar.sealed.manifests import ManifestRecord
 from kv_sidecar.store.encryption import StoreKeys, TenantKey
 from kv_sidecar.store.objects import ObjectStore, each
 from kv_sidecar.store.stored_kv import (
@@ -168,10 +169,10 @@ class SharedTier:
 
         Returns the number of contexts that are left.
         """
-        for queue, sealed in ((self._queue, self._local.sealed()), (self._kept, self._local.sealed(kept=True))):
-            for record in sealed:
-                if record.cache_ref in queue:
-                    queue.move_to_end(record.cache_ref, last=False)
+        for record in self._local.manifests:
+            queue = self._kept if record.is_kept else self._queue
+            if record.cache_ref in queue:
+                queue.move_to_end(record.cache_ref, last=False)
         self._is_hurried = True
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -232,7 +233,7 @@ class SharedTier:
             self._rests.set()
 
     async def _write(self, cache_ref: CacheRef, *, again: bool) -> None:
-        self._writing = record = self._local.record(cache_ref)
+        self._writing = record = self._local.manifests.get(cache_ref)
         outcome = "gone"
         try:
             if record is not None:
@@ -253,7 +254,7 @@ class SharedTier:
             return "no_key"
         if not again and await self.stored.has_manifest(record.tenant, record.cache_ref):
             return "present"
-        manifest = await self._local.manifest(record)
+        manifest = await self._local.manifests.read(record)
         if manifest is None:
             return "gone"
         try:
@@ -316,7 +317,7 @@ class SharedTier:
         await self._objects.put(holder_name(record.tenant, file_name, record.session_id), b"")
         if block.rank in absent or await self._objects.head(name) is None:
             absent.add(block.rank)
-            data = await self._local.block(block)
+            data = await self._local.tiers.copy(block)
             if data is None:
                 raise CacheRefNotFound("the block is no longer stored")
             await self._pace(len(data))
@@ -353,7 +354,7 @@ class SharedTier:
 
         Raises SidecarUnavailable.
         """
-        here = {record.cache_ref for record in self._local.of_session(tenant, group)}
+        here = {record.cache_ref for record in self._local.manifests.of_session(tenant, group)}
         there = await self.stored.used(tenant, group)
         deleted_at_ms = self._deleted_groups.added_at_ms((tenant, group), self._clock.now_ms()) or 0
         refs = [
@@ -399,9 +400,9 @@ class SharedTier:
     ) -> Removal:
         """Refuse its writes and reads from now on; `end_delete` or `delete_later` has to follow."""
         refs, now_ms = set(cache_refs), self._clock.now_ms()
-        here = [self._writing, *map(self._local.record, refs)]
+        here = [self._writing, *map(self._local.manifests.get, refs)]
         if is_whole:
-            here += self._local.of_session(tenant, session_id)
+            here += self._local.manifests.of_session(tenant, session_id)
         meant = [
             record
             for record in here
@@ -472,7 +473,7 @@ class SharedTier:
 
     async def _tidy(self, group: Session) -> None:
         """Remove replaced and surplus KV of a group, once all its KV of this pod is there."""
-        here = {record.cache_ref for record in self._local.of_session(*group)}
+        here = {record.cache_ref for record in self._local.manifests.of_session(*group)}
         if any(ref in self._kept for ref in here):
             return
         there = await self.stored.used(*group)

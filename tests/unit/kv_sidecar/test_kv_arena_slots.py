@@ -213,7 +213,7 @@ async def no_room_made(kv: SidecarUnderTest, disk: Disk) -> Callable[[], Any]:
     async def make_room(tenant: str, size_bytes: int, *, for_kept: bool) -> None:
         raise OSError(errno.EIO, "injected")
 
-    kv.catalog._retention.make_room = make_room  # type: ignore[method-assign]  # as a disk that cannot be read
+    kv.catalog.retention.make_room = make_room  # type: ignore[method-assign]  # as a disk that cannot be read
     return await in_slot(kv, await prepared(kv))
 
 

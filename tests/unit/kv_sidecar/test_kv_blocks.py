@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from contextcache.errors import StorageFull
-from kv_sidecar.blocks import PHASES, Block, BlockPhase, Blocks, FileState
+from kv_sidecar.blocks import PHASES, SPARED_MAX, Block, BlockPhase, Blocks, FileState
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.tiers.memory import Memory
 
@@ -46,6 +46,23 @@ def test_a_block_that_is_not_stored_is_neither_read_nor_removed(event: str) -> N
     with pytest.raises(AssertionError, match="illegal"), blocks.step(event, Block(KEYS[0])):  # type: ignore[arg-type]  # an event
         pass
     assert blocks.get(KEYS[0]) is None
+
+
+def test_sparing_is_bounded_and_the_session_of_the_oldest_loses_it_first() -> None:
+    """Seen failing: sessions that never came back were remembered, and a thread forgot them while the loop added."""
+    blocks = Blocks(Memory(limit_bytes=0))
+    blocks.open(dict.fromkeys(KEYS, 64), None)
+    for number in range(SPARED_MAX):
+        blocks.spare(KEYS, until_ms=10, whose=("a", f"ctx_{number}"))
+        blocks.spare(KEYS[1:], until_ms=10, whose=("a", "ctx_0"))
+    blocks.garbage(11)
+
+    assert set(blocks.unspare(("a", "ctx_0"))) == set(KEYS[:2])
+    assert blocks.unspare(("a", "ctx_0")) == []
+    for number in range(SPARED_MAX + 1):
+        blocks.spare(KEYS[:1], until_ms=10, whose=("b", f"ctx_{number}"))
+    assert blocks.unspare(("a", "ctx_1")) == blocks.unspare(("b", "ctx_0")) == []
+    assert blocks.unspare(("b", "ctx_1")) == KEYS[:1]
 
 
 @dataclass

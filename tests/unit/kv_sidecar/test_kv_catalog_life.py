@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typing_extensions import override
 
 from contextcache.clock import ManualClock
 from contextcache.errors import (
@@ -28,7 +29,7 @@ from kv_sidecar.format.manifest import all_keys, block_key, rank_keys
 from kv_sidecar.refs import Refs
 from kv_sidecar.retention import Removed
 from kv_sidecar.saves import FailedSave, NewSave
-from kv_sidecar.sealed.manifests import ManifestStore, SealedManifests
+from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
 from kv_sidecar.tiers import tiers
 from kv_sidecar.tiers.disk import Disk
 from tests.kit.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
@@ -151,7 +152,7 @@ async def test_a_save_that_is_deleted_while_its_seal_waits_is_not_said_to_be_sea
     """Seen to fail without the look at `dropped` before a manifest is written: the engine was told that it was."""
     new = new_save(PROMPT, now_ms=clock.now_ms())
     await kv.send_all(new)
-    async with kv.catalog._manifests._lock:
+    async with kv.catalog.manifests.lock:
         sealing = asyncio.create_task(kv.sidecar.seal(new.cache_ref, 0))
         await asyncio.sleep(0)
         deleting = asyncio.create_task(kv.catalog.delete(TENANT, "", [new.cache_ref]))
@@ -269,7 +270,7 @@ async def test_a_touch_that_meets_a_delete_does_not_bring_the_context_back(
     )
 
     assert kv.manifest_files() == set()
-    assert kv.catalog.num_contexts == 0
+    assert len(kv.catalog.manifests) == 0
 
 
 async def test_a_load_reads_the_manifest_that_its_question_was_answered_from_once(
@@ -277,15 +278,15 @@ async def test_a_load_reads_the_manifest_that_its_question_was_answered_from_onc
 ) -> None:
     """Not one that changed in between, and never one that is gone. Seen failing without either look."""
     news = [await kv.save(PROMPT, session_id=session) for session in ("ctx_1", "ctx_2")]
-    store = kv.catalog._manifests._store
-    num_reads, read = 0, store.read
+    store = kv.catalog.manifests
+    num_reads, read = 0, store._read
 
     def counted(cache_ref: CacheRef, tenant: str) -> Manifest | None:
         nonlocal num_reads
         num_reads += 1
         return read(cache_ref, tenant)
 
-    monkeypatch.setattr(store, "read", counted)
+    monkeypatch.setattr(store, "_read", counted)
     for new in news:
         assert await kv.catalog.open(TENANT, new.cache_ref) == await kv.catalog.open(TENANT, new.cache_ref, again=True)
     assert num_reads == 2
@@ -296,7 +297,7 @@ async def test_a_load_reads_the_manifest_that_its_question_was_answered_from_onc
     assert (await kv.catalog.open(TENANT, news[0].cache_ref, again=True)).expires_at_ms == until_ms
     with pytest.raises(CacheRefNotFound):
         await kv.catalog.open(TENANT, news[1].cache_ref, again=True)
-    assert list(kv.catalog._manifests._read_last) == [news[0].cache_ref]
+    assert list(kv.catalog.manifests._read_last) == [news[0].cache_ref]
 
 
 async def test_a_restarted_sidecar_serves_from_disk_then_from_memory(tmp_path: Path, clock: ManualClock) -> None:
@@ -446,7 +447,7 @@ async def test_a_manifest_whose_time_is_over_is_removed_at_the_start(tmp_path: P
     clock.advance(ms=TTL_MS)
     async with SidecarUnderTest(tmp_path, clock=clock) as kv:
         assert kv.manifest_files() == set()
-        assert kv.catalog.num_contexts == 0
+        assert len(kv.catalog.manifests) == 0
 
 
 async def test_a_start_holds_the_tokens_of_one_context_at_a_time(kv: SidecarUnderTest) -> None:
@@ -456,15 +457,17 @@ async def test_a_start_holds_the_tokens_of_one_context_at_a_time(kv: SidecarUnde
     before = num_held(refs)
     held = []
 
-    def is_stored(_key: BlockKey) -> bool:
-        held.append(num_held(refs) - before)
-        return True
+    class LookedInto(Manifests):
+        @override
+        def is_whole(self, record: ManifestRecord) -> bool:
+            held.append(num_held(refs) - before)
+            return True
 
-    refs = Refs(kv.clock, kv.settings.limits())
-    rebuilt = SealedManifests(ManifestStore(kv.sidecar.directory), kv.sidecar.threads, kv.sidecar.blocks, refs)
-    await rebuilt.rebuild(is_stored=is_stored, vouch=lambda _manifest: None, now_ms=kv.clock.now_ms())
+    kv_refs = Refs(kv.clock, kv.settings.limits())
+    rebuilt = LookedInto(kv.sidecar.directory, kv.sidecar.runtime, kv.sidecar.blocks, kv_refs)
+    await rebuilt.rebuild()
 
-    assert len(rebuilt.index) == 5
+    assert len(rebuilt) == 5
     assert max(held) <= 1
 
 
@@ -483,7 +486,7 @@ async def test_a_spoilt_manifest_is_put_aside_and_missed(tmp_path: Path, clock: 
         with pytest.raises(CacheRefNotFound):
             await kv.catalog.open(TENANT, new.cache_ref)
 
-        assert kv.catalog.num_contexts == 0
+        assert len(kv.catalog.manifests) == 0
         assert kv.manifest_files() == set()
         assert len(list(kv.sidecar.directory.quarantine.iterdir())) == 1
 

@@ -22,6 +22,7 @@ from contextcache.errors import (
 from contextcache.names import new_cache_ref
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_key, block_meta
+from kv_sidecar.saves import FailedSave
 from tests.kit.kv_blocks import (
     TENANT,
     TTL_MS,
@@ -109,7 +110,7 @@ async def test_a_seal_may_be_repeated_and_comes_once(kv: SidecarUnderTest, clock
 
     assert sealed == [True, True, True]
     assert await kv.sidecar.seal(new.cache_ref, 0)
-    assert kv.catalog.num_contexts == 1
+    assert len(kv.catalog.manifests) == 1
 
 
 async def test_a_seal_of_nothing_is_refused(kv: SidecarUnderTest) -> None:
@@ -390,7 +391,7 @@ async def test_a_delete_returns_when_the_block_still_being_written_is_gone_too(
         sending = asyncio.create_task(kv.send(new, 0))
         assert await asyncio.to_thread(writing.wait, 30)
         if ends_by == "abandon":
-            endings = [asyncio.create_task(kv.catalog.abandon_save(new.cache_ref))]
+            endings = [asyncio.create_task(kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "arena_full")))]
         else:
             endings = [asyncio.create_task(kv.catalog.delete(TENANT, "", [new.cache_ref]))]
         if ends_by == "two at once":

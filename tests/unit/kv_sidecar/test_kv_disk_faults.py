@@ -194,7 +194,7 @@ async def test_a_pass_goes_on_where_what_was_used_cannot_be_read_for_a_moment(
             await kv.catalog.collect()
         await kv.catalog.collect()
 
-        record = kv.catalog.record(kept.cache_ref)
+        record = kv.catalog.manifests.get(kept.cache_ref)
         assert record is not None
         assert record.expires_at_ms == until_ms
 

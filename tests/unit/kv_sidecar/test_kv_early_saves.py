@@ -66,7 +66,7 @@ async def test_a_request_that_is_given_up_leaves_nothing(tmp_path: Path, slots: 
 
         assert kv.block_files() == set()
         assert kv.in_memory() == []
-        assert kv.catalog.save_failure(TENANT, ref) == "not_computed"
+        assert kv.catalog.refs.get(TENANT, ref).failure == "not_computed"
 
 
 async def test_what_waits_too_long_for_its_save_goes_and_the_save_comes_all_the_same(kv: SidecarUnderTest) -> None:

@@ -33,7 +33,7 @@ from contextcache.errors import CacheRefNotFound
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, num_files
 from kv_sidecar.leases import LeaseTerms
-from kv_sidecar.saves import NewSave
+from kv_sidecar.saves import FailedSave, NewSave
 from kv_sidecar.store import writer
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, new_save
 
@@ -159,8 +159,9 @@ class EveryByte(RuleBasedStateMachine):
     @rule(data=st.data())
     def abandon_save(self, data: st.DataObject) -> None:
         ref = data.draw(st.sampled_from(sorted(self.model.open)))
-        self.do(lambda: self.kv.catalog.abandon_save(ref))
-        del self.model.open[ref]
+        new, _ = self.model.open.pop(ref)
+        failed = FailedSave(new.tenant, ref, "arena_full", new.started_at_ms)
+        self.do(lambda: self.kv.catalog.give_up_save(failed))
         self.model.gone.add(ref)
 
     @precondition(lambda self: self.model.sealed)

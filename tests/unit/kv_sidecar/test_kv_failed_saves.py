@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from contextcache.clock import ManualClock
-from contextcache.errors import ContextDeleted, InvalidRequest
+from contextcache.errors import ContextCacheError, ContextDeleted, InvalidRequest
 from contextcache.names import new_cache_ref
+from kv_sidecar import catalog
 from kv_sidecar.saves import FailedSave, counted_reason
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
 
@@ -34,8 +35,8 @@ async def test_who_waits_for_a_save_learns_at_once_that_it_was_given_up(kv: Side
     async with asyncio.timeout(10):
         assert await waiting is None
         assert await kv.catalog.wait_sealed(TENANT, ref, timeout_s=30) is None
-    assert kv.catalog.save_failure(TENANT, ref) == "arena_full"
-    assert kv.catalog.save_failure("other", ref) == ""
+    assert kv.catalog.refs.get(TENANT, ref).failure == "arena_full"
+    assert kv.catalog.refs.get("other", ref).failure == ""
     assert kv.counted("refused_saves_total", code="arena_full") == 1
 
 
@@ -59,7 +60,7 @@ async def test_one_rank_that_gives_up_ends_the_save_in_any_order(kv: SidecarUnde
         await step(name)
 
     assert await kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=0) is None
-    assert kv.catalog.save_failure(TENANT, new.cache_ref) == "arena_full"
+    assert kv.catalog.refs.get(TENANT, new.cache_ref).failure == "arena_full"
     assert kv.block_files() == set()
 
 
@@ -72,7 +73,7 @@ async def test_another_attempt_under_the_same_name_is_welcome(kv: SidecarUnderTe
     await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "queue_full", 8))
 
     assert await kv.load(new) == ["host"] * 3
-    assert kv.catalog.save_failure(TENANT, new.cache_ref) == ""
+    assert kv.catalog.refs.get(TENANT, new.cache_ref).failure == ""
 
 
 @pytest.mark.parametrize(
@@ -105,12 +106,12 @@ async def test_a_failure_outlives_no_seal(kv: SidecarUnderTest, tmp_path: Path) 
     await kv.catalog.prepare_save(new)
     clock.advance(ms=kv.settings.limits().save_deadline_ms)
     await kv.catalog.collect()
-    late = kv.catalog.save_failure(TENANT, new.cache_ref)
+    late = kv.catalog.refs.get(TENANT, new.cache_ref).failure
     await kv.send_all(replace(new, started_at_ms=9))
     await kv.sidecar.seal(new.cache_ref, 0)
 
     assert late == "save_deadline"
-    assert kv.catalog.save_failure(TENANT, new.cache_ref) == ""
+    assert kv.catalog.refs.get(TENANT, new.cache_ref).failure == ""
 
 
 async def test_a_save_that_could_not_be_held_to_its_end_is_gone_on_with(tmp_path: Path) -> None:
@@ -135,5 +136,48 @@ async def test_a_delete_during_a_save_is_its_reason_and_one_without_a_save_has_n
     await kv.catalog.delete(TENANT, "", [new.cache_ref])
     await kv.catalog.delete(TENANT, "", [sealed.cache_ref])
 
-    assert kv.catalog.save_failure(TENANT, new.cache_ref) == "context_deleted"
-    assert kv.catalog.save_failure(TENANT, sealed.cache_ref) == ""
+    assert kv.catalog.refs.get(TENANT, new.cache_ref).failure == "context_deleted"
+    assert kv.catalog.refs.get(TENANT, sealed.cache_ref).failure == ""
+
+
+@pytest.mark.parametrize("how", ["cancelled", "refused", "disagrees"])
+async def test_a_second_rank_that_goes_leaves_the_first_ranks_save(
+    kv: SidecarUnderTest, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing: while the first rank's tokens were hashed, the end of the second rank's call ended the save."""
+    monkeypatch.setattr(catalog, "_HASHED_HERE", 0)
+    first = new_save(PROMPT, now_ms=kv.clock.now_ms(), world_size=2, started_at_ms=7)
+    second = replace(first, rank=1)
+    announcing = asyncio.create_task(kv.catalog.prepare_save(first))
+    await asyncio.sleep(0)
+    if how == "cancelled":
+        beside = asyncio.create_task(kv.catalog.prepare_save(second))
+        await asyncio.sleep(0)
+        beside.cancel()
+        await asyncio.gather(beside, return_exceptions=True)
+    else:
+        wrong = {"expires_at_ms": 1} if how == "refused" else {"fingerprint": "e" * 64}
+        with pytest.raises(ContextCacheError):
+            await kv.catalog.prepare_save(replace(second, **wrong))
+    await announcing
+    for rank in (first, second):
+        await kv.send_all(rank)
+        sealed = await kv.sidecar.seal(rank.cache_ref, rank.rank)
+
+    assert sealed
+    assert await kv.load(first)
+
+
+async def test_a_late_rank_opens_no_save_that_another_rank_may_have_ended(tmp_path: Path) -> None:
+    """Seen failing: with the failure's record forgotten, the save held its blocks until its deadline."""
+    async with SidecarUnderTest(tmp_path, max_tombstones=1) as kv:
+        late = new_save(PROMPT, now_ms=kv.clock.now_ms(), world_size=2, rank=1, started_at_ms=7)
+        for cache_ref in (late.cache_ref, new_cache_ref()):
+            await kv.catalog.give_up_save(FailedSave(TENANT, cache_ref, "arena_full", 7))
+        with pytest.raises(ContextDeleted):
+            await kv.catalog.prepare_save(late)
+        alone = replace(late, cache_ref=new_cache_ref(), rank=0, world_size=1)
+        later = replace(late, started_at_ms=8)
+
+        assert (await kv.catalog.prepare_save(alone)).missing_files
+        assert (await kv.catalog.prepare_save(later)).missing_files

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -16,6 +19,8 @@ from contextcache.errors import (
     ContextExpired,
     CorruptBlock,
     InvalidRequest,
+    SidecarUnavailable,
+    StorageFull,
 )
 from contextcache.model import KVGroup
 from contextcache.names import new_cache_ref, prompt_ref
@@ -50,7 +55,7 @@ async def test_a_fork_adds_no_byte_of_kv_and_loads_token_for_token(tmp_path: Pat
             await kv.load(as_saved(save, fork))
 
         assert (kv.disk_bytes(), kv.block_files()) == (before, files)
-        assert kv.catalog.num_contexts == 21
+        assert len(kv.catalog.manifests) == 21
 
 
 async def test_the_last_of_a_family_frees_everything_whatever_the_order(tmp_path: Path) -> None:
@@ -169,7 +174,7 @@ async def test_a_fork_whose_source_is_deleted_after_it_was_read_is_none(tmp_path
     """Seen failing without the second look at the source: the fork named files that were gone."""
     async with SidecarUnderTest(tmp_path) as kv:
         save = await kv.save(TOKENS)
-        manifests = kv.catalog._manifests
+        manifests = kv.catalog.manifests
         read = manifests.read
 
         async def read_and_deleted(*arguments, **more):
@@ -208,6 +213,52 @@ async def test_a_name_that_is_taken_is_not_taken_over_and_a_repeat_answers_the_s
         with pytest.raises(ContextExists):
             await kv.sidecar.fork(replace(fork, cache_ref=other.cache_ref))
         await kv.load(other)
+
+
+@pytest.mark.parametrize("tenant", [TENANT, "other"])
+async def test_a_name_that_is_announced_while_its_fork_is_written_is_the_forks(tmp_path: Path, tenant: str) -> None:
+    """Seen failing: the announcement opened a save, and the fork ended with AssertionError and a file of its own."""
+    reached, may_go = threading.Event(), threading.Event()
+    names = list[str]()
+
+    def step(name: str) -> None:
+        if names and names[0] in name and not reached.is_set():
+            reached.set()
+            assert may_go.wait(60)
+
+    async with SidecarUnderTest(tmp_path, step=step) as kv:
+        save = await kv.save(TOKENS)
+        fork = fork_of(kv, save.cache_ref)
+        names.append(fork.cache_ref)
+        forking = asyncio.create_task(kv.sidecar.fork(fork))
+        assert await asyncio.to_thread(reached.wait, 60)
+        with pytest.raises(ContextExists):
+            await kv.catalog.prepare_save(
+                new_save(TOKENS, now_ms=kv.clock.now_ms(), cache_ref=fork.cache_ref, tenant=tenant)
+            )
+        may_go.set()
+
+        assert await forking
+        await kv.load(as_saved(save, fork))
+
+
+async def test_a_fork_that_the_disk_refuses_leaves_its_name_free(tmp_path: Path) -> None:
+    refuses = list[str]()
+
+    def step(name: str) -> None:
+        if refuses and refuses[0] in name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with SidecarUnderTest(tmp_path, step=step) as kv:
+        save = await kv.save(TOKENS)
+        fork = fork_of(kv, save.cache_ref)
+        refuses.append(fork.cache_ref)
+        with pytest.raises((StorageFull, SidecarUnavailable)):
+            await kv.sidecar.fork(fork)
+        refuses.clear()
+
+        assert await kv.sidecar.fork(fork)
+        await kv.load(as_saved(save, fork))
 
 
 async def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

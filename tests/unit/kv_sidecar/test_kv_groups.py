@@ -16,6 +16,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, InvalidRequest
 from contextcache.model import KVGroup, plain_group
 from kv_sidecar.format.manifest import all_keys, block_key, block_meta, num_files
+from kv_sidecar.saves import FailedSave
 from tests.kit.kv_blocks import (
     TENANT,
     SidecarUnderTest,
@@ -146,7 +147,7 @@ async def test_a_restart_still_has_every_file_of_every_group(tmp_path: Path, clo
         assert await kv.load(new) == ["host"] * 12
         again = new_save(TOKENS, now_ms=clock.now_ms(), groups=(*GROUPS, STATE))
         assert (await kv.catalog.prepare_save(again)).missing_files == (4, 7, 9, 10, 11)
-        await kv.catalog.abandon_save(again.cache_ref)
+        await kv.catalog.give_up_save(FailedSave(TENANT, again.cache_ref, "arena_full"))
         await kv.catalog.delete(TENANT, new.session_id, [])
         assert has_nothing(kv)
 

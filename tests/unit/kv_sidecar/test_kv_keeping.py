@@ -82,7 +82,7 @@ async def test_equal_requests_leave_one(kv: SidecarUnderTest) -> None:
         await keep(kv, TURNS[0])
     with pytest.raises(ContextExists):
         await keep(kv, TURNS[0], group=f"{KEPT_PREFIX}other")
-    assert kv.catalog.num_contexts == 1
+    assert len(kv.catalog.manifests) == 1
     assert await keep(kv, TURNS[0], tenant="other")
 
 
@@ -115,7 +115,7 @@ async def test_what_is_used_lives_on_and_what_is_not_ends(tmp_path: Path) -> Non
 async def test_the_manager_is_never_asked_about_kept_kv(kv: SidecarUnderTest) -> None:
     await keep(kv, TURNS[0])
     context = await kv.save(TURNS[1], session_id="ctx_1")
-    assert [record.cache_ref for record in kv.catalog.sealed()] == [context.cache_ref]
+    assert [record.cache_ref for record in [it for it in kv.catalog.manifests if not it.is_kept]] == [context.cache_ref]
 
 
 async def test_a_full_disk_of_kept_kv_refuses_no_context(tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ async def test_a_tenant_at_its_limit_loses_kept_kv_and_not_a_context(tmp_path: P
         for number in range(4):
             await kv.save(tokens(100 + number), session_id=f"ctx_{number}")
         assert kv.counted("refused_saves_total", code="context_quota_exceeded") == 0
-        assert kv.catalog.num_contexts == 4
+        assert len(kv.catalog.manifests) == 4
         with pytest.raises(ContextQuotaExceeded):
             await keep(kv, tokens(300))
-        assert kv.catalog.num_contexts == 4
+        assert len(kv.catalog.manifests) == 4
 
 
 async def test_contexts_that_were_all_just_found_give_way_to_another(tmp_path: Path) -> None:
@@ -203,13 +203,13 @@ async def test_a_collector_that_can_write_nothing_frees_all_the_same(
     used = await keep(kv, tokens(2))
     kv.clock.advance(ms=TTL_MS // 2)  # type: ignore[attr-defined]
     await match(kv, tokens(2), life_ms=TTL_MS)
-    store = kv.catalog._manifests._store
+    store = kv.catalog.manifests
 
     def full(*_: object) -> None:
         raise StorageFull("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "put", full)
+        patched.setattr(store, "_put", full)
         assert (await kv.catalog.collect()).removed.num_manifests == 1
     await kv.catalog.collect()
     kv.clock.advance(ms=TTL_MS * 3 // 4)  # type: ignore[attr-defined]

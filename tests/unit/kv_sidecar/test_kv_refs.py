@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from contextcache.clock import ManualClock
+from contextcache.errors import ContextDeleted
 from contextcache.names import new_cache_ref
 from kv_sidecar.refs import PENDING, PHASES, Phase, Ref, Refs
 from kv_sidecar.saves import CatalogLimits, NewSave, Save
@@ -84,6 +86,56 @@ def test_failures_are_bounded_by_count_and_age() -> None:
     assert len(refs) == 0
 
 
+def test_no_number_of_failures_makes_a_delete_forgotten_and_no_number_of_deletes_a_failure() -> None:
+    """Seen failing: both had one bound, and a burst of failures let a deleted conversation be saved again."""
+    refs = refs_of(ManualClock())
+    refs.delete(refs.get(TENANT, NAMES[0]))
+    refs.end_save(refs.get(TENANT, NAMES[1]), "queue_full", started_at_ms=7)
+    for _ in range(3 * ENDED_MAX):
+        refs.end_save(refs.get(TENANT, new_cache_ref()), "queue_full", started_at_ms=8)
+    kept = refs.get(TENANT, NAMES[0]).phase
+    refs.end_save(refs.get(TENANT, NAMES[1]), "queue_full", started_at_ms=9)
+    for _ in range(3 * ENDED_MAX):
+        refs.delete(refs.get(TENANT, new_cache_ref()))
+
+    assert kept is Phase.DELETED
+    assert refs.get(TENANT, NAMES[1]).failure == "queue_full"
+    assert len(refs) == 2 * ENDED_MAX
+
+
+def test_a_turn_that_began_before_a_forgotten_failure_is_known_to_be_one_that_may_have_failed() -> None:
+    refs = refs_of(ManualClock())
+    for number in range(ENDED_MAX + 1):
+        refs.end_save(refs.get(TENANT, NAMES[number]), "queue_full", started_at_ms=7 + number)
+
+    assert refs.forgotten_until_ms == 7
+
+
+@pytest.mark.parametrize("way", ["absent there", "refused here", "broken off"])
+def test_a_pull_keeps_the_reason_of_a_failure_unless_it_brings_the_kv(way: str) -> None:
+    """Seen failing: FAILED became EXPECTED and then ABSENT, and a waiting turn was told of no failure."""
+    refs = refs_of(ManualClock())
+    ref = refs.get(TENANT, NAMES[0])
+    refs.end_save(ref, "queue_full", started_at_ms=7)
+    refs.expect(TENANT, NAMES[:1])
+    pending = (ref.phase, ref.failure)
+    pulled = Save(replace(save_of(ref).new, source="peer"), 0, 0)
+    if way == "broken off":
+        refs.open(ref, pulled)
+    if way != "absent there":
+        refs.end_save(ref, "pull_failed", started_at_ms=None)
+    refs.expect_no_more(TENANT, NAMES[:1])
+    after = (ref.phase, ref.failure, ref.started_at_ms)
+    refs.expect(TENANT, NAMES[:1])
+    refs.open(ref, pulled)
+    refs.publish(ref)
+    refs.sealed(TENANT, NAMES[0])
+
+    assert pending == (Phase.EXPECTED, "")
+    assert after == (Phase.FAILED, "queue_full", 7)
+    assert (ref.phase, ref.failure, ref.reason) == (Phase.SEALED, "", "")
+
+
 def test_the_first_reason_of_an_attempt_stays() -> None:
     refs = refs_of(ManualClock())
     for reason, started_at_ms in (("staging_full", 7), ("context_deleted", 7)):
@@ -101,7 +153,11 @@ def test_a_deleted_session_refuses_the_turns_that_had_begun() -> None:
     now_ms = clock.now_ms()
 
     def is_deleted(session_id: str, started_at_ms: int) -> bool:
-        return refs.is_deleted(TENANT, session_id, NAMES[0], started_at_ms=started_at_ms)
+        try:
+            refs.check_not_deleted(TENANT, session_id, NAMES[0], started_at_ms=started_at_ms)
+        except ContextDeleted:
+            return True
+        return False
 
     assert [is_deleted("ctx_1", at_ms) for at_ms in (0, now_ms, now_ms + 1)] == [True, True, False]
     assert not is_deleted("ctx_2", 0)

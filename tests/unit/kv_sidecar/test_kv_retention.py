@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, ContextQuotaExceeded, StorageFull
-from kv_sidecar.format.manifest import num_files
+from contextcache.names import new_cache_ref
+from kv_sidecar.catalog import ForkTerms
+from kv_sidecar.format.manifest import block_key, num_files
 from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.saves import NewSave
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, block_file_bytes, block_meta_of
@@ -133,3 +136,44 @@ async def test_a_tenants_hard_limit_is_not_made_room_for(tmp_path: Path) -> None
             await kv.save(tokens(1), session_id="ctx_1")
 
         assert await is_there(kv, first)
+
+
+async def test_a_context_whose_load_begins_while_room_is_made_is_not_pushed_out(tmp_path: Path) -> None:
+    """Seen failing: the victims were chosen before the lock of all manifests, which another change held."""
+    async with SidecarUnderTest(tmp_path, clock=ManualClock(), disk_limit_bytes=LIMIT_BYTES) as kv:
+        saved = [await kv.save(tokens(number), session_id=f"ctx_{number}") for number in range(9)]
+        manifest = await kv.catalog.open(TENANT, saved[0].cache_ref)
+        await kv.catalog.open(TENANT, saved[1].cache_ref)
+        for new in saved[2:]:
+            await kv.catalog.open(TENANT, new.cache_ref)
+        async with kv.catalog.manifests.lock:
+            saving = asyncio.create_task(kv.save(tokens(9), session_id="ctx_9"))
+            for _ in range(100):
+                await asyncio.sleep(0.001)
+            lease = LeaseTerms("a" * 16, 60_000)
+            files = range(num_files(manifest))
+            blocks = kv.catalog.load(manifest, saved[0].fingerprint, 0, files, in_slots=True, lease=lease)
+            await anext(blocks)
+        await saving
+
+        assert [await is_there(kv, new) for new in saved[:2]] == [True, False]
+        await blocks.aclose()
+
+
+async def test_a_fork_of_a_context_that_is_being_lost_is_lost_with_it(tmp_path: Path, monkeypatch) -> None:
+    """Seen failing: the holders of a wrong block were looked up before the lock of all manifests."""
+    async with SidecarUnderTest(tmp_path, clock=ManualClock(), memory_limit_bytes=0) as kv:
+        new = await kv.save(tokens(0))
+        terms = ForkTerms(TENANT, "ctx_fork", new_cache_ref(), (new.cache_ref,), new.expires_at_ms)
+        key = block_key(kv.plan(new), 0, 0)
+        async with kv.catalog.manifests.lock:
+            forking = asyncio.create_task(kv.sidecar.fork(terms))
+            for _ in range(100):
+                await asyncio.sleep(0.001)
+            losing = asyncio.create_task(kv.catalog._lose_block(key))
+            for _ in range(100):
+                await asyncio.sleep(0.001)
+        await asyncio.gather(forking, losing)
+
+        assert kv.manifest_files() == set()
+        assert kv.block_files() == set()

@@ -333,7 +333,7 @@ async def test_a_write_that_was_given_up_keeps_its_bytes(pod, monkeypatch):
     given_up: list[memoryview] = []
 
     async with pod("a") as kv:
-        store, copy = kv.sidecar.shared._objects, kv.catalog.block
+        store, copy = kv.sidecar.shared._objects, kv.catalog.tiers.copy
         put = store.put
 
         async def give_up(name, data):

@@ -106,7 +106,7 @@ async def test_a_conversation_whose_pod_is_gone_is_found_and_loaded_on_another(p
         assert len(await find(kv, (*SAID, 30, 31, 32, 33, 34))) == 1  # who asks next hears the same
         await ended(kv)
         assert await kv.load(kept) == ["object"] * 6
-        assert [one.group for one in await kv.catalog.kept(TENANT)] == [GROUP]
+        assert [one.group for one in kv.catalog.retention.groups(TENANT)] == [GROUP]
         assert kv.sidecar.shared.num_waiting == 0
         (found,) = await find(kv, (*SAID, 30, 31, 32, 33, 34))
         assert (found.cache_ref, told(kv)) == (kept.cache_ref, {"some": 2})
@@ -200,7 +200,7 @@ async def test_what_stands_for_nothing_in_the_store_takes_nothing_away_there(pod
         await kv.save((*SAID, 30, 31, 32), session_id=GROUP)
         await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")  # for which the other gives way
         if goes:
-            await kv.catalog.drop(kv.catalog.sealed(kept=True))
+            await kv.catalog.drop([it for it in kv.catalog.manifests if it.is_kept])
         kv.sidecar.shared.start()
         await written(kv)
         assert kv.counted("store_writes_total", outcome="queue_full") == 1

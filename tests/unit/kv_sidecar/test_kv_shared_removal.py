@@ -344,7 +344,7 @@ async def test_a_turn_that_goes_here_while_it_is_written_leaves_what_its_context
         held = Held(kv.sidecar.shared._objects, "put", "/blocks/")
         new = await kv.save((*TEN[:5], *range(50, 90)), session_id="ctx_1")
         await held.has_come.wait()
-        await kv.catalog.drop([kv.catalog.record(new.cache_ref)])
+        await kv.catalog.drop([kv.catalog.manifests.get(new.cache_ref)])
         held.may_go_on.set()
         await written(kv)
         assert kv.counted("store_writes_total", outcome="gone") == 1

@@ -24,6 +24,7 @@ from kv_sidecar.blocks import Block, Blocks, FileState
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_key
 from kv_sidecar.moving.pulling import Wanted
+from kv_sidecar.saves import FailedSave, NewSave
 from kv_sidecar.tiers.memory import Memory
 from tests.kit.catalog_peer import CatalogPeer
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, new_save, open_block_file
@@ -204,13 +205,13 @@ class Tenants:
         new = new_save(tokens, now_ms=self.clock.now_ms(), tenant=tenant, session_id=session_id)
         await self.attempt(new, seal=True)
 
-    async def attempt(self, new: object, *, seal: bool) -> None:
+    async def attempt(self, new: NewSave, *, seal: bool) -> None:
         try:
-            await self.kv.send_all(new)  # type: ignore[arg-type]  # a NewSave
+            await self.kv.send_all(new)
             if seal:
-                await self.kv.sidecar.seal(new.cache_ref, 0)  # type: ignore[attr-defined]
+                await self.kv.sidecar.seal(new.cache_ref, 0)
             else:
-                await self.kv.catalog.abandon_save(new.cache_ref)  # type: ignore[attr-defined]
+                await self.kv.catalog.give_up_save(FailedSave(new.tenant, new.cache_ref, "arena_full"))
         except ContextCacheError:
             pass
 
