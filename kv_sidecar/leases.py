@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 from contextcache.errors import InvalidRequest
 from kv_sidecar.blocks import Blocks
@@ -34,26 +35,16 @@ class LeaseTerms:
             raise InvalidRequest("a lease must have a duration above 0", param="lease_ms")
 
 
-@dataclass(slots=True)
-class _Lease:
-    deadline_ms: int = 0
-    keys: dict[BlockKey, None] = field(default_factory=dict)
-    """In the order of the load: at its end the last block is the most recently used."""
-
-
 class Leases:
     """At most `max_leases`, each for at most `life_ms_max`."""
 
     def __init__(self, blocks: Blocks, runtime: Runtime, *, max_leases: int, life_ms_max: int) -> None:
         self._blocks = blocks
-        self._clock = runtime.clock
-        self._metrics = runtime.metrics
+        self._runtime = runtime
         self._max_leases = max_leases
         self._life_ms_max = life_ms_max
-        self._leases: dict[str, _Lease] = {}
-
-    def __len__(self) -> int:
-        return len(self._leases)
+        self._leases: dict[str, tuple[int, dict[BlockKey, None]]] = {}
+        """Deadline in ms and blocks by id, in the order of the load: at its end the last block is the latest used."""
 
     def open(self, terms: LeaseTerms, keys: Iterable[BlockKey]) -> bool:
         """Put blocks under a lease; False when there are too many leases already.
@@ -62,28 +53,25 @@ class Leases:
         """
         terms.check()
         if terms.lease_id not in self._leases and len(self._leases) >= self._max_leases:
-            self._metrics.leases.labels("refused").inc()
+            self._runtime.metrics.leases.labels("refused").inc()
             return False
-        lease = self._leases.setdefault(terms.lease_id, _Lease())
-        lease.deadline_ms = self._clock.now_ms() + min(terms.life_ms, self._life_ms_max)
-        fresh = {key: None for key in keys if key not in lease.keys}
-        lease.keys |= fresh
+        _, held = self._leases.get(terms.lease_id, (0, {}))
+        fresh = {key: None for key in keys if key not in held}
+        deadline_ms = self._runtime.clock.now_ms() + min(terms.life_ms, self._life_ms_max)
+        self._leases[terms.lease_id] = (deadline_ms, held | fresh)
         self._blocks.hold(fresh, "lease")
         return True
 
-    def end(self, lease_id: str) -> list[BlockKey]:
+    def end(self, lease_id: str, how: Literal["ended", "expired"] = "ended") -> list[BlockKey]:
         """End a lease; return the blocks without a reference: the caller frees them. Idempotent."""
-        return self._end(lease_id, "ended")
-
-    def expire(self) -> list[BlockKey]:
-        """End the leases past their deadline; return the blocks without a reference."""
-        now_ms = self._clock.now_ms()
-        over = [lease_id for lease_id, lease in self._leases.items() if lease.deadline_ms <= now_ms]
-        return [key for lease_id in over for key in self._end(lease_id, "expired")]
-
-    def _end(self, lease_id: str, how: str) -> list[BlockKey]:
-        lease = self._leases.pop(lease_id, None)
-        if lease is None:
+        if lease_id not in self._leases:
             return []
-        self._metrics.leases.labels(how).inc()
-        return self._blocks.let_go(lease.keys, "lease")
+        self._runtime.metrics.leases.labels(how).inc()
+        _, held = self._leases.pop(lease_id)
+        return self._blocks.let_go(held, "lease")
+
+    def expire(self) -> None:
+        """End the leases past their deadline; the collector frees the blocks without a reference."""
+        now_ms = self._runtime.clock.now_ms()
+        for lease_id in [lease_id for lease_id, (deadline_ms, _) in self._leases.items() if deadline_ms <= now_ms]:
+            self.end(lease_id, "expired")

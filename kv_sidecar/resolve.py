@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from contextcache.errors import (
     CacheRefNotFound,
@@ -26,6 +26,7 @@ from contextcache.errors import (
 from contextcache.model import CacheRef, Manifest, TenantId
 from contextcache.names import check_cache_refs, check_tenant, prompt_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.wire.messages import value_of
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.format.ids import TOKEN_BYTES, check_fingerprint_text, pack_token_ids
 from kv_sidecar.format.manifest import restorable_tokens
@@ -202,14 +203,7 @@ class Resolver:
         left_s = (ends_at_ms - self._clock.now_ms()) / 1000
         if not question.tokens_min or best.num_tokens <= tokens_min or left_s <= 0:
             return ()
-        wanted = PrefixQuestion(
-            tenant=question.tenant,
-            fingerprint=question.fingerprint,
-            token_ids=question.token_ids,
-            tokens_min=tokens_min,
-            expires_at_ms=question.expires_at_ms,
-            group=question.group,
-        )
+        wanted = replace(value_of(PrefixQuestion, question), tokens_min=tokens_min)
         self.beginnings.note(question.beginning)
         try:
             async with asyncio.timeout(min(_MATCH_WITH_KV_S if best.num_usable else _MATCH_S, left_s)):

@@ -113,68 +113,64 @@ class PrefixMatches:
         """
         question.check()
         sizes = self._manifests.prefixes.sizes(question.tenant, question.fingerprint)
-        if not sizes or question.num_tokens < question.tokens_min:
-            self._runtime.metrics.prefix_matches.labels("none").inc()
-            return ()
-        prompt = await self._runtime.threads.run(
-            prompt_of, question.tenant, question.fingerprint, question.token_ids, sizes=sizes
-        )
-        best = await self._readable(question, prompt)
+        best: Sequence[Found] = ()
+        if sizes and question.num_tokens >= question.tokens_min:
+            prompt = await self._runtime.threads.run(
+                prompt_of, question.tenant, question.fingerprint, question.token_ids, sizes=sizes
+            )
+            best = await self._readable(question, prompt)
         for one in best:
             self._refs.name(question.tenant, one.cache_ref, for_ms=STAYS_MS)
         self._runtime.metrics.prefix_matches.labels("some" if best else "none").inc()
         return best
 
     async def _readable(self, question: PrefixQuestion, prompt: Prompt) -> Sequence[Found]:
-        """Return the longest matches of the prompt. The first manifest is read and verified: the engine loads it next.
+        """Return the longest matches of the prompt.
 
         A manifest that cannot be read hides others of the same blocks, so the search begins again without it.
         """
         passed_over: set[CacheRef] = set()
         while len(passed_over) < PASSED_OVER_MAX:
-            num_before = len(passed_over)
-            best = await self._nearest(question, prompt, passed_over)
-            if best and (record := self._manifests.live(question.tenant, best[0].cache_ref)) is not None:
-                await self._or_passed_over(record, self._manifests.read(record, again=True), passed_over)
-            if len(passed_over) == num_before:
-                return best
+            try:
+                return await self._nearest(question, prompt, passed_over)
+            except _Unreadable as exc:
+                passed_over.add(exc.args[0])
         return ()
 
     async def _nearest(self, question: PrefixQuestion, prompt: Prompt, passed_over: set[CacheRef]) -> Sequence[Found]:
-        """Return the longest matches of the prompt in the index; add unreadable manifests to `passed_over`."""
+        """Return the longest matches in the index, and shorter ones as substitutes, the longest whole one among them.
 
-        def is_usable(cache_ref: CacheRef) -> bool:
-            return cache_ref not in passed_over and self._manifests.live(question.tenant, cache_ref) is not None
+        The first manifest is read and verified: the engine loads it next. Raises _Unreadable.
+        """
+
+        def live(cache_ref: CacheRef) -> ManifestRecord | None:
+            return None if cache_ref in passed_over else self._manifests.live(question.tenant, cache_ref)
 
         found: list[Found] = []
-        for one in self._manifests.prefixes.find(prompt, is_usable):
-            record = self._manifests.live(question.tenant, one.cache_ref)
-            if record is None:
-                continue
-            more: int | None = 0
-            if one.goes_on:  # it may share some of the block in which the two part
-                shared = self._manifests.in_common(record, prompt, one.num_tokens, record.at.block_tokens)
-                more = await self._or_passed_over(record, shared, passed_over)
-            if more is not None and one.num_tokens + more >= question.tokens_min:
-                found.append(replace(one, num_tokens=one.num_tokens + more))
+        for one in self._manifests.prefixes.find(prompt, lambda cache_ref: live(cache_ref) is not None):
+            record, num_tokens = live(one.cache_ref), one.num_tokens
+            if record is not None and one.goes_on:  # it may share some of the block in which the two part
+                shared = self._manifests.in_common(record, prompt, num_tokens, record.at.block_tokens)
+                num_tokens += await self._read(record, shared)
+            if record is not None and num_tokens >= question.tokens_min:
+                found.append(replace(one, num_tokens=num_tokens))
         found.sort(key=lambda one: one.num_tokens, reverse=True)
-        return _of_use(found)
+        if found and (record := live(found[0].cache_ref)) is not None:
+            await self._read(record, self._manifests.read(record, again=True))
+        rest = sorted(found[MATCHES_MAX - 1 :], key=lambda one: not one.is_whole)
+        return [*found[: MATCHES_MAX - 1], *rest[:1]]
 
-    async def _or_passed_over(
-        self, record: ManifestRecord, answer: Awaitable[Answer | None], passed_over: set[CacheRef]
-    ) -> Answer | None:
-        """Return a manifest's content; None: the context is lost, or passed over in this look-up."""
+    async def _read(self, record: ManifestRecord, answer: Awaitable[Answer | None]) -> Answer:
+        """Return a manifest's content; a context whose manifest is bad is lost. Raises _Unreadable."""
         try:
-            if (read := await answer) is None:
-                await self._lose(record)
-        except SidecarUnavailable:
-            read = None  # a fault that passes
+            read = await answer
+        except SidecarUnavailable as exc:  # a fault that passes
+            raise _Unreadable(record.cache_ref) from exc
         if read is None:
-            passed_over.add(record.cache_ref)
+            await self._lose(record)
+            raise _Unreadable(record.cache_ref)
         return read
 
 
-def _of_use(found: Sequence[Found]) -> list[Found]:
-    """Return the longest, and shorter ones as substitutes, with the longest whole one among them."""
-    rest = sorted(found[MATCHES_MAX - 1 :], key=lambda one: not one.is_whole)
-    return [*found[: MATCHES_MAX - 1], *rest[:1]]
+class _Unreadable(Exception):  # no error: the search goes on
+    """The manifest of a cache_ref cannot be read now."""
