@@ -34,8 +34,10 @@ from kv_sidecar.saves import (
     NewSave,
     PreparedSave,
     Save,
-    counted_reason,
 )
+
+REASONS_MAX = 64
+"""Reasons of engines that the metric shows by name: each is a time series. A release has about 30."""
 
 
 class Intake:
@@ -46,6 +48,8 @@ class Intake:
         self._refs = refs
         self._blocks = blocks
         self._limits = limits
+        self._reasons: set[str] = set()
+        """Reasons of engines that the metric shows."""
 
     def admit(self, new: NewSave) -> tuple[Ref, Save]:
         """Return the save that a rank's announcement belongs to, and open it for the first rank.
@@ -199,12 +203,17 @@ class Intake:
         if ref.phase is Phase.OPEN and ref.save is not None:
             if ref.save.new.started_at_ms != failed.started_at_ms:
                 return []
-            self._runtime.metrics.refused.labels(counted_reason(failed.reason)).inc()
+            self._count(failed.reason)
             return self.end(ref, ref.save, failed.reason)
         if ref.phase in (Phase.ABSENT, Phase.FAILED, Phase.DELETED):
-            self._runtime.metrics.refused.labels(counted_reason(failed.reason)).inc()
+            self._count(failed.reason)
             self._refs.end_save(ref, failed.reason, started_at_ms=failed.started_at_ms)
         return []
+
+    def _count(self, reason: str) -> None:
+        if len(self._reasons) < REASONS_MAX:
+            self._reasons.add(reason)
+        self._runtime.metrics.refused.labels(reason if reason in self._reasons else "other").inc()
 
     def abandon(self, cache_ref: CacheRef) -> list[BlockKey]:
         """End a save whose pull has failed; return its blocks. Harmless when there is none."""

@@ -82,7 +82,7 @@ class SidecarMetrics:
         self.refused = self._counter(
             "refused_saves",
             "Saves that ended without a manifest, by error code or by the reason that an engine's rank gave "
-            "(`arena_full`, `queue_full`, …). `other`: a reason that this release does not know.",
+            "(`arena_full`, `queue_full`, …). `other`: a reason after the 64th.",
             "code",
         )
         self.hits = self._counter("served_blocks", "Blocks read, by the tier that had them.", "tier")

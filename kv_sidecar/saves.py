@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from contextcache.errors import ERRORS_BY_CODE, InvalidRequest
+from contextcache.errors import InvalidRequest
 from contextcache.model import CacheRef, KVFile, KVGroup, Manifest, SessionId, TenantId, plain_group
 from contextcache.names import (
     KEPT_PREFIX,
@@ -241,40 +241,6 @@ SAVE_DEADLINE = "save_deadline"
 """No message of the save came for too long."""
 PULL_FAILED = "pull_failed"
 _REASON = re.compile(r"[a-z][a-z_]{0,39}", re.ASCII)
-_COUNTED = frozenset(ERRORS_BY_CODE) | {
-    # The connector's reasons.
-    "blocks_gone",
-    HOLD_DEADLINE,
-    "multimodal",
-    "not_computed",
-    "not_finite",
-    "null_block",
-    "pipeline_parallel",
-    "overtaken",
-    "prepare_deadline",
-    "queue_full",
-    "ranks_unknown",
-    "no_arena",
-    "prompt_embeds",
-    "arena_full",
-    "state_ahead",
-    "twice",
-    "weights_changed",
-    # Its reasons for engines that it does not serve.
-    "context_parallel",
-    "encoder_decoder",
-    "failure_policy",
-    "adapter_changed",
-    "adapter_unknown",
-    "adapters_mixed_up",
-    "kv_dtype",
-    "no_layers",
-    "ranks_differ",
-    "unsupported_layers",
-    # The sidecar's reasons.
-    PULL_FAILED,
-    SAVE_DEADLINE,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +260,3 @@ class FailedSave:
         check_cache_refs([self.cache_ref])
         if not _REASON.fullmatch(self.reason):
             raise InvalidRequest("reason must be one short fixed phrase", param="reason")
-
-
-def counted_reason(reason: str) -> str:
-    """Return the reason as a metric's label: those of a later release are one."""
-    return reason if reason in _COUNTED else "other"

@@ -14,7 +14,8 @@ from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError, ContextDeleted, InvalidRequest
 from contextcache.names import new_cache_ref
 from kv_sidecar import catalog
-from kv_sidecar.saves import FailedSave, counted_reason
+from kv_sidecar.intake import REASONS_MAX
+from kv_sidecar.saves import FailedSave
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))
@@ -91,12 +92,14 @@ async def test_what_is_no_failure_is_refused(kv: SidecarUnderTest, failed: Faile
         await kv.catalog.give_up_save(failed)
 
 
-def test_the_words_of_a_later_release_are_one_label() -> None:
-    assert [counted_reason(reason) for reason in ("arena_full", "storage_full", "brand_new")] == [
-        "arena_full",
-        "storage_full",
-        "other",
-    ]
+async def test_reasons_beyond_the_bound_are_one_label(kv: SidecarUnderTest) -> None:
+    names = [f"reason_{first}{second}" for first in "abcdefgh" for second in "abcdefgh"]
+    assert len(names) == REASONS_MAX
+    for name in (*names, "one_more", "another", names[0]):
+        await kv.catalog.give_up_save(FailedSave(TENANT, new_cache_ref(), name))
+
+    assert kv.counted("refused_saves_total", code="other") == 2
+    assert kv.counted("refused_saves_total", code=names[0]) == 2
 
 
 async def test_a_failure_outlives_no_seal(kv: SidecarUnderTest, tmp_path: Path) -> None:
