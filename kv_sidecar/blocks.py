@@ -208,10 +208,7 @@ class Blocks:
         block = self._blocks.get(key)
         if block is None:
             return
-        size_bytes = block.disk_bytes
-        self._resize(block, None)
-        block.tenant = tenant
-        self._resize(block, size_bytes)
+        self._resize(block, block.disk_bytes, tenant)
         if checksum is not None:
             block.checksum = checksum if block.checksum in (None, checksum) else ""
 
@@ -219,24 +216,18 @@ class Blocks:
         """Add a reference to each block; a block that is not here yet gets a record."""
         for key in keys:
             block = self._blocks.get(key) or self._blocks.setdefault(key, Block(key))
-            if who == "lease":
-                block.refs.lease += 1
-                if block.refs.lease == 1 and (slot := block.in_memory) is not None:
-                    self._memory.pin(slot)
-            else:
-                self._refer(block, who, 1)
+            self._refer(block, who, 1)
+            if who == "lease" and block.refs.lease == 1 and (slot := block.in_memory) is not None:
+                self._memory.pin(slot)
 
     def let_go(self, keys: Iterable[BlockKey], who: Holder) -> list[BlockKey]:
         """Remove a reference from each block; return the blocks without any: the caller frees them."""
         left = []
         for key in keys:
             block = self._blocks[key]
-            if who == "lease":
-                block.refs.lease -= 1
-                if not block.refs.lease and (slot := block.in_memory) is not None:
-                    self._memory.unpin(slot)
-            else:
-                self._refer(block, who, -1)
+            self._refer(block, who, -1)
+            if who == "lease" and not block.refs.lease and (slot := block.in_memory) is not None:
+                self._memory.unpin(slot)
             if not block.refs:
                 left.append(key)
                 self._forget_empty(block)
@@ -308,10 +299,7 @@ class Blocks:
     def found(self, block: Block, file: FileState, *, tenant: TenantId | None = None) -> int:
         """Note the state of a block's file; return the bytes freed. `tenant`: its new owner."""
         before = block.disk_bytes or 0
-        self._resize(block, None)
-        if tenant is not None:
-            block.tenant = tenant
-        self._resize(block, file.size_bytes)
+        self._resize(block, file.size_bytes, tenant)
         self.inodes = file.inodes
         if file.size_bytes is None:
             block.checksum = None
@@ -398,12 +386,17 @@ class Blocks:
             return Shortage(missing_bytes)
         return Shortage(missing_bytes, min(_INODES_ENOUGH, inodes - int(inodes * _LOWER_MARK)) - free)
 
+    def tenant_shortage(self, tenant: TenantId, size_bytes: int) -> Shortage:
+        """Return the bytes of a tenant that have to leave before it may have so many more."""
+        limit_bytes = self._tenant_limit_bytes
+        return Shortage(self._used[tenant] + size_bytes - limit_bytes if limit_bytes else 0)
+
     def _refer(self, block: Block, who: Holder, change: int) -> None:
         self._count_kept(block, -1)
         setattr(block.refs, who, getattr(block.refs, who) + change)
         self._count_kept(block, 1)
 
-    def _resize(self, block: Block, size_bytes: int | None) -> None:
+    def _resize(self, block: Block, size_bytes: int | None, tenant: TenantId | None = None) -> None:
         for sign in (-1, 1):
             if block.disk_bytes is not None:
                 self._num_stored += sign
@@ -411,7 +404,7 @@ class Blocks:
                 self._used[block.tenant] += sign * block.disk_bytes
                 self._count_kept(block, sign)
             if sign < 0:
-                block.disk_bytes = size_bytes
+                block.disk_bytes, block.tenant = size_bytes, block.tenant if tenant is None else tenant
 
     def _count_kept(self, block: Block, sign: int) -> None:
         if block.refs.is_kept_alone:

@@ -104,7 +104,7 @@ class ContextCatalog:
         self._intake = Intake(runtime, refs, tiers.blocks, limits)
         self._leases = Leases(tiers.blocks, runtime, max_leases=limits.max_leases, life_ms_max=limits.lease_ms)
         self._matches = PrefixMatches(manifests, refs, runtime, lose=self._lose_unreadable)
-        self._reads_ahead = False
+        self._reading_ahead = asyncio.Lock()
         self._room = asyncio.Event()
         """Set, and replaced, when there may be room for a slot again."""
 
@@ -409,16 +409,13 @@ class ContextCatalog:
         """
         records = (self.manifests.live(tenant, cache_ref) for cache_ref in cache_refs)
         record = next((record for record in records if record is not None), None)
-        if record is None or self._reads_ahead:
+        if record is None or self._reading_ahead.locked():
             return
-        self._reads_ahead = True
-        try:
+        async with self._reading_ahead:
             with suppress(SidecarUnavailable):
                 manifest = await self.manifests.read(record)
                 if manifest is not None:
                     await self.tiers.read_ahead(manifest)
-        finally:
-            self._reads_ahead = False
 
     async def end_load(self, lease_id: str) -> None:
         """End a load's lease, and free what was deleted meanwhile. Idempotent."""

@@ -24,11 +24,11 @@ from contextcache.errors import (
     InvalidRequest,
 )
 from contextcache.model import CacheRef, Manifest, TenantId
-from contextcache.names import check_cache_refs, check_tenant, prompt_ref
+from contextcache.names import check_cache_refs, prompt_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.messages import value_of
 from kv_sidecar.catalog import ContextCatalog
-from kv_sidecar.format.ids import TOKEN_BYTES, check_fingerprint_text, pack_token_ids
+from kv_sidecar.format.ids import TOKEN_BYTES, pack_token_ids
 from kv_sidecar.format.manifest import restorable_tokens
 from kv_sidecar.moving.borrowing import Prefixes
 from kv_sidecar.moving.pulling import MAX_REFS, Pulls, Wanted
@@ -214,10 +214,7 @@ class Resolver:
 
 def _check(question: pb.ResolveRequest) -> None:
     """Raise InvalidRequest for a field out of range."""
-    check_tenant(question.tenant)
-    check_fingerprint_text(question.fingerprint)
-    if len(question.token_ids) % TOKEN_BYTES:
-        raise InvalidRequest("token ids must have four bytes each", param="token_ids")
+    value_of(PrefixQuestion, question).check()
     check_cache_refs(question.cache_refs)
     if len(question.cache_refs) > REFS_MAX:
         raise InvalidRequest(f"a question may name at most {REFS_MAX} cache_refs", param="cache_refs")

@@ -93,7 +93,11 @@ class Retention:
         """
         await self.make_share(tenant, size_bytes, for_kept=for_kept)
         blocks = self._tiers.blocks
-        await self._evict(tenant, lambda: blocks.shortage(size_bytes), lambda: self._candidates(only_kept=for_kept))
+        await self._evict(
+            tenant,
+            lambda: blocks.shortage(size_bytes),
+            lambda record: not for_kept or (record.is_kept and not self._is_named(record)),
+        )
         if for_kept and not blocks.shortage(size_bytes).is_over:
             raise StorageFull("contexts use all the room on this disk")
 
@@ -103,42 +107,38 @@ class Retention:
         `for_kept`: KV that a load may ask for stays.
         """
         blocks = self._tiers.blocks
-        if not blocks.kept_bytes(tenant):
-            return
-
-        def shortage() -> Shortage:
-            used, limit = blocks.tenant_bytes(tenant)
-            return Shortage(used + size_bytes - limit if limit else 0)
-
-        def candidates() -> list[ManifestRecord]:
-            return [r for r in self._candidates(only_kept=for_kept) if r.tenant == tenant and r.is_kept]
-
-        await self._evict(tenant, shortage, candidates)
+        if blocks.kept_bytes(tenant):
+            await self._evict(
+                tenant,
+                lambda: blocks.tenant_shortage(tenant, size_bytes),
+                lambda it: it.tenant == tenant and it.is_kept and not (for_kept and self._is_named(it)),
+            )
 
     async def _evict(
-        self, tenant: TenantId, shortage: Callable[[], Shortage], candidates: Callable[[], list[ManifestRecord]]
+        self, tenant: TenantId, shortage: Callable[[], Shortage], is_candidate: Callable[[ManifestRecord], bool]
     ) -> None:
-        # A caller that gives up must not leave records of files that are gone.
+        """Evict kept KV first, then contexts. Of both kinds those that a load may need are last."""
+
+        async def evict() -> None:
+            async with self._evicting:
+                if shortage().is_over:
+                    return
+                candidates = filter(is_candidate, self._manifests)
+                order = sorted(candidates, key=lambda record: (not record.is_kept, self._is_named(record)))
+                victims = self._victims(shortage(), order, tenant)
+                named = {record.cache_ref for record in victims if self._is_named(record)}
+
+                def may_go(record: ManifestRecord) -> bool:
+                    is_needed = self._is_named(record) and record.cache_ref not in named
+                    return not is_needed and not self._tiers.blocks.is_leased(record.keys)
+
+                records, freed_bytes = await self.sweep(victims, self._runtime.metrics.evicted, may_go)
+                if records:
+                    log.info("contexts evicted", extra={"num_contexts": len(records), "freed_bytes": freed_bytes})
+
         if not shortage().is_over:
-            await self._runtime.threads.finish(self._evict_now(tenant, shortage, candidates))
-
-    async def _evict_now(
-        self, tenant: TenantId, shortage: Callable[[], Shortage], candidates: Callable[[], list[ManifestRecord]]
-    ) -> None:
-        async with self._evicting:
-            missing = shortage()
-            if missing.is_over:
-                return
-            victims = self._victims(missing, candidates(), tenant)
-            named = {record.cache_ref for record in victims if self._is_named(record)}
-
-            def may_go(record: ManifestRecord) -> bool:
-                is_in_use = self._tiers.blocks.is_leased(record.keys)
-                return not is_in_use and (record.cache_ref in named or not self._is_named(record))
-
-            records, freed_bytes = await self.sweep(victims, self._runtime.metrics.evicted, may_go)
-            if records:
-                log.info("contexts evicted", extra={"num_contexts": len(records), "freed_bytes": freed_bytes})
+            # A caller that gives up must not leave records of files that are gone.
+            await self._runtime.threads.finish(evict())
 
     async def sweep(
         self,
@@ -153,12 +153,6 @@ class Retention:
         records = await self._manifests.sweep(doomed, may_go)
         counter.inc(len(records))
         return records, await self._tiers.free(keys_of(records))
-
-    def _candidates(self, *, only_kept: bool) -> list[ManifestRecord]:
-        """Return the records that may leave, in order: kept KV first, of both kinds last those that a load may need."""
-        if only_kept:
-            return [record for record in self._manifests if record.is_kept and not self._is_named(record)]
-        return sorted(self._manifests, key=lambda record: (not record.is_kept, self._is_named(record)))
 
     def _is_named(self, record: ManifestRecord) -> bool:
         return self._refs.is_named(record.tenant, record.cache_ref)
