@@ -9,7 +9,7 @@ from pydantic_settings import SettingsConfigDict
 
 from contextcache.process.settings import TlsSettings, TracingSettings
 from kv_sidecar.moving.leaving import HandOverLimits
-from kv_sidecar.moving.peers import PeerRules, PullLimits
+from kv_sidecar.moving.pulling import PeerRules, PullLimits
 from kv_sidecar.saves import CatalogLimits
 from kv_sidecar.store.collector import CollectorLimits
 from kv_sidecar.store.objects import check_store_url

@@ -22,11 +22,9 @@ from kv_sidecar.catalog import ContextCatalog, ForkTerms
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.moving.borrowing import Prefixes
-from kv_sidecar.moving.frames import STREAMS_MAX
 from kv_sidecar.moving.leaving import Leaving
-from kv_sidecar.moving.peer import PeerSidecar, StoredPeer
-from kv_sidecar.moving.peers import EngineRanks, PeerRules
-from kv_sidecar.moving.pulling import ConnectPeer, Pulls
+from kv_sidecar.moving.peer import STREAMS_MAX, PeerSidecar, StoredPeer
+from kv_sidecar.moving.pulling import ConnectPeer, EngineRanks, PeerRules, Pulls
 from kv_sidecar.orphans import ManagerQuestions, Orphans
 from kv_sidecar.refs import Refs
 from kv_sidecar.resolve import Resolver
@@ -100,21 +98,17 @@ class Sidecar:
         self.engine = EngineRanks()
         self._pull_slots = asyncio.Semaphore(STREAMS_MAX)
         """Block files in memory, apart from those of saves: a peer that hangs must not hold up the engine."""
-        rules, connect = PeerRules(settings.peers), connect_peer or self._connect_peer
-        store = None if self.shared is None else StoredPeer(self.shared, slots=self._pull_slots)
         self.pulls = Pulls(
             self.catalog,
             self.runtime,
-            engine=self.engine,
-            rules=rules,
-            limits=settings.pull_limits(),
-            connect=connect,
-            shared=self.shared,
-            store=store,
+            self.engine,
+            PeerRules(settings.peers),
+            settings.pull_limits(),
+            connect_peer or self._connect_peer,
+            self.shared,
+            None if self.shared is None else StoredPeer(self.shared, self._pull_slots),
         )
-        self.prefixes = Prefixes(
-            self.catalog, self.pulls, self.runtime, rules, connect, block_tokens=settings.block_tokens, store=store
-        )
+        self.prefixes = Prefixes(self.pulls)
         self.resolver = Resolver(self.catalog, self.pulls, self.prefixes, self.shared, self.runtime)
         self.reports = LoadReports(clock)
         self._questions = ManagerQuestions(settings.manager, tls=self.tls) if settings.manager and not manager else None

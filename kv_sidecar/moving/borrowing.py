@@ -22,17 +22,13 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 from contextcache.errors import ContextCacheError
 from contextcache.model import CacheRef, SessionId, TenantId
 from contextcache.names import KEPT_PREFIX, SESSION_ID_PATTERN
-from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.format.ids import TOKEN_BYTES
-from kv_sidecar.moving.peers import PeerRules
-from kv_sidecar.moving.pulling import ABSENT_MAX, ABSENT_MS, ConnectPeer, Peer, Prefix, Pulls, Wanted
+from kv_sidecar.moving.pulling import ABSENT_MAX, ABSENT_MS, Peer, Prefix, Pulls, Wanted
 from kv_sidecar.recent import RecentNames
-from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.matching import STAYS_MS, PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found
 
@@ -48,15 +44,7 @@ _STORE_QUESTIONS_MAX = 16
 class Prefixes:
     """Finds KV that begins like a prompt: here, at a peer and in the store. Used from one event loop."""
 
-    catalog: ContextCatalog
     pulls: Pulls
-    runtime: Runtime
-    rules: PeerRules
-    connect: ConnectPeer
-    block_tokens: int
-    """Least tokens in a block file here."""
-    store: Peer | None
-    """Store that all pods share; None: there is none."""
     ask_s: float = 0.1
     """Longest wait for a peer's answer: a connection and an answer within one network."""
     _absent: RecentNames[tuple[TenantId, SessionId]] = field(
@@ -71,64 +59,64 @@ class Prefixes:
 
         `peer`: `host:port` of a sidecar that may have more; empty: none. Raises InvalidRequest.
         """
-        found = await self.catalog.match_prefix(question)
+        pulls = self.pulls
+        found = await pulls.catalog.match_prefix(question)
         known = found[0].num_tokens if found else 0
         # Less than a block file is computed about as soon as that file, the least that can come, is here.
-        tokens_min = known + max(question.tokens_min, self.block_tokens)
-        if question.num_tokens <= tokens_min:
-            return found
-        if self.rules.allow(peer):
-            verdict, begun = await self._at_peer(question, tokens_min, peer)
-            self.runtime.metrics.peer_matches.labels("peer", verdict).inc()
-        elif self.store is not None and self._may_be_stored(question, known):
-            verdict, begun = await self._at_store(self.store, question, tokens_min)
-            self.runtime.metrics.peer_matches.labels("object", verdict).inc()
-        else:
-            return found
-        return [*found, *begun]
+        tokens_min = known + max(question.tokens_min, pulls.limits.block_tokens)
+        begun = None
+        if question.num_tokens > tokens_min:
+            if pulls.rules.allow(peer):
+                begun = await self._at_peer(question, tokens_min, peer)
+            elif pulls.store is not None and self._may_be_stored(question, known):
+                begun = await self._at_store(pulls.store, question, tokens_min)
+        return [*found, *(begun or ())]
 
-    async def _at_peer(self, question: PrefixQuestion, tokens_min: int, address: str) -> tuple[_Verdict, list[Found]]:
-        peer = self.connect(address, self.ask_s)
+    async def _at_peer(self, question: PrefixQuestion, tokens_min: int, address: str) -> list[Found] | None:
+        peer = self.pulls.connect(address, self.ask_s)
         try:
-            async with asyncio.timeout(self.ask_s):
-                matches = await peer.match(question, tokens_min)
-            begun = self._begin(question, matches, tokens_min, peer=address)
-        except (ContextCacheError, TimeoutError) as exc:
-            log.info(
-                "no answer from the peer to a prefix look-up", extra={"peer": address, "reason": type(exc).__name__}
-            )
-            return "silent", []
+            return await self._ask(peer, question, tokens_min, address=address, timeout_s=self.ask_s)
         finally:
             await peer.close()
-        return "some" if begun else "none", begun
+
+    async def _at_store(self, store: Peer, question: PrefixQuestion, tokens_min: int) -> list[Found] | None:
+        self._num_questions += 1
+        begun = None
+        try:
+            begun = await self._ask(store, question, tokens_min, address="", timeout_s=_STORE_ASKS * self.ask_s)
+        finally:
+            self._num_questions -= 1
+            if begun is None:  # also when the engine has given up the question
+                self._silent_until_ms = self.pulls.runtime.clock.now_ms() + ABSENT_MS
+        if begun == []:
+            self._absent.add((question.tenant, question.group), self.pulls.runtime.clock.now_ms())
+        return begun
+
+    async def _ask(
+        self, source: Peer, question: PrefixQuestion, tokens_min: int, *, address: str, timeout_s: float
+    ) -> list[Found] | None:
+        """Return the match that begins to come; None: no answer. `address`: the peer's; empty: the store."""
+        matches: Sequence[Found] | None = None
+        begun: list[Found] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                matches = await source.match(question, tokens_min)
+            begun = self._begin(question, matches, tokens_min, peer=address)
+        except (ContextCacheError, TimeoutError) as exc:
+            fields = {"peer": address or "shared store", "reason": type(exc).__name__}
+            log.info("no answer to a prefix look-up", extra=fields)
+        verdict = "silent" if matches is None else "some" if begun else "none"
+        self.pulls.runtime.metrics.peer_matches.labels("peer" if address else "object", verdict).inc()
+        return None if matches is None else begun
 
     def _may_be_stored(self, question: PrefixQuestion, known: int) -> bool:
-        conversation, now_ms = (question.tenant, question.group), self.runtime.clock.now_ms()
+        conversation, now_ms = (question.tenant, question.group), self.pulls.runtime.clock.now_ms()
         if not (question.group.startswith(KEPT_PREFIX) and SESSION_ID_PATTERN.fullmatch(question.group)):
             return False
-        if self.catalog.manifests.of_session(*conversation) and 2 * known >= question.num_tokens:
+        if self.pulls.catalog.manifests.of_session(*conversation) and 2 * known >= question.num_tokens:
             return False
         is_open = now_ms >= self._silent_until_ms and self._num_questions < _STORE_QUESTIONS_MAX
         return is_open and self._absent.added_at_ms(conversation, now_ms) is None
-
-    async def _at_store(self, store: Peer, question: PrefixQuestion, tokens_min: int) -> tuple[_Verdict, list[Found]]:
-        self._num_questions += 1
-        is_told = False
-        try:
-            async with asyncio.timeout(_STORE_ASKS * self.ask_s):
-                matches = await store.match(question, tokens_min)
-            is_told = True
-            begun = self._begin(question, matches, tokens_min, peer="")
-        except (ContextCacheError, TimeoutError) as exc:
-            log.info("no answer from the shared store to a prefix look-up", extra={"reason": type(exc).__name__})
-            return "silent", []
-        finally:
-            self._num_questions -= 1
-            if not is_told:  # also when the engine has given up the question
-                self._silent_until_ms = self.runtime.clock.now_ms() + ABSENT_MS
-        if not begun:
-            self._absent.add((question.tenant, question.group), self.runtime.clock.now_ms())
-        return "some" if begun else "none", begun
 
     def _begin(self, question: PrefixQuestion, matches: Sequence[Found], tokens_min: int, *, peer: str) -> list[Found]:
         """Begin to fetch the first match; return none if it is refused or shares too few tokens."""
@@ -138,7 +126,7 @@ class Prefixes:
         num_tokens = min(there.num_tokens, question.num_tokens)
         if not there.is_whole:
             # Only whole blocks come: prompts that part within one have one name.
-            num_tokens = num_tokens // self.block_tokens * self.block_tokens
+            num_tokens = num_tokens // self.pulls.limits.block_tokens * self.pulls.limits.block_tokens
         if num_tokens < tokens_min:
             return []
         name = there.cache_ref
@@ -150,14 +138,11 @@ class Prefixes:
             cache_ref=name,
             num_tokens=num_tokens,
             group=question.group or KEPT_PREFIX + _digest(question.tenant.encode(), begins),
-            expires_at_ms=question.expires_at_ms or self.runtime.clock.now_ms() + STAYS_MS,
+            expires_at_ms=question.expires_at_ms or self.pulls.runtime.clock.now_ms() + STAYS_MS,
         )
         self.pulls.start(Wanted(question.tenant, (there.cache_ref,), peer, prefix=prefix))
         # Not where it was refused, or did not come a moment ago.
-        return [Found(name, num_tokens)] if self.catalog.holds(question.tenant, name) else []
-
-
-_Verdict: TypeAlias = Literal["some", "none", "silent"]
+        return [Found(name, num_tokens)] if self.pulls.catalog.holds(question.tenant, name) else []
 
 
 def _digest(*parts: bytes) -> CacheRef:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -19,18 +21,20 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.channels import open_channel
 from contextcache.wire.messages import value_of
-from contextcache.wire.rpc import error_from_rpc, within
+from contextcache.wire.rpc import Answer, error_from_rpc, within
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import trace_metadata
 from kv_sidecar.format.ids import TOKEN_BYTES, pack_token_ids
 from kv_sidecar.format.manifest import block_key, with_files
-from kv_sidecar.moving.frames import FrameAssembly
-from kv_sidecar.moving.peers import PullLimits
-from kv_sidecar.moving.pulling import PulledFile
+from kv_sidecar.moving.pulling import PulledFile, PullLimits
 from kv_sidecar.sealed.matching import PrefixQuestion
 from kv_sidecar.sealed.prefixes import Found, common
 from kv_sidecar.store.writer import SharedTier
 
+STREAMS_MAX = 4
+"""Block files assembled from frames at once; further streams wait. Each holds up to 256 MiB."""
+Place: TypeAlias = tuple[CacheRef, int, int]
+"""cache_ref, rank, block index."""
 FILES_AT_ONCE = 4
 """Files that one pull fetches from the store side by side."""
 
@@ -59,13 +63,10 @@ class PeerSidecar:
 
     async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
         """See pulling.Peer."""
-        request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
-        try:
-            timeout_s = min(self._timeout_s, self._limits.manifest_timeout_s)
-            call = self._stub.GetManifest(request, timeout=timeout_s, metadata=trace_metadata())
-            answer = await within(call, timeout_s)
-        except grpc.RpcError as exc:
-            raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+        timeout_s = min(self._timeout_s, self._limits.manifest_timeout_s)
+        answer = await _told(
+            self._stub.GetManifest, pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref), timeout_s
+        )
         try:
             # In a thread, as the names of a long context's blocks take a while.
             return await asyncio.to_thread(lambda: with_files(value_of(Manifest, answer.manifest)))
@@ -80,11 +81,7 @@ class PeerSidecar:
             token_ids=question.token_ids,
             tokens_min=tokens_min,
         )
-        try:
-            call = self._stub.MatchPrefix(request, timeout=self._timeout_s, metadata=trace_metadata())
-            answer = await within(call, self._timeout_s)
-        except grpc.RpcError as exc:
-            raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+        answer = await _told(self._stub.MatchPrefix, request, self._timeout_s)
         return [Found(match.cache_ref, match.num_tokens, is_whole=match.whole) for match in answer.matches]
 
     async def block_files(
@@ -124,24 +121,31 @@ class PeerSidecar:
         await self._channel.close()
 
 
+async def _told(method: Callable[..., Awaitable[Answer]], request: object, timeout_s: float) -> Answer:
+    try:
+        return await within(method(request, timeout=timeout_s, metadata=trace_metadata()), timeout_s)
+    except grpc.RpcError as exc:
+        raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+
+
+@dataclass(frozen=True)
 class StoredPeer:
     """The shared store as the source of a pull; satisfies pulling.Peer."""
 
-    def __init__(self, shared: SharedTier, *, slots: asyncio.Semaphore) -> None:
-        """`slots` bound how many block files are held at once."""
-        self._shared = shared
-        self._slots = slots
+    shared: SharedTier
+    slots: asyncio.Semaphore
+    """Bounds how many block files are held at once."""
 
     async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
         """See pulling.Peer."""
-        return await self._shared.manifest(tenant, cache_ref)
+        return await self.shared.manifest(tenant, cache_ref)
 
     async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
         """See pulling.Peer. Searches the asking conversation only, because a store is not searched by tokens.
 
         KV that cannot be cut matches only if the prompt begins with all of it.
         """
-        there = await self._shared.of_group(question.tenant, question.group)
+        there = await self.shared.of_group(question.tenant, question.group)
         # In a thread, as the tokens of long contexts take a while.
         found = await asyncio.to_thread(lambda: [_found(it, question) for it in there])
         useful = [one for one in found if one is not None and one.num_tokens >= tokens_min]
@@ -163,7 +167,7 @@ class StoredPeer:
         except CacheRefNotFound:
             # The block will not come back: the next question must be a miss at once.
             name = (manifest.tenant, manifest.session_id, [manifest.cache_ref])
-            self._shared.delete_later(self._shared.begin_delete(*name, is_whole=False))
+            self.shared.delete_later(self.shared.begin_delete(*name, is_whole=False))
             raise
         finally:
             for task in ahead:
@@ -173,13 +177,13 @@ class StoredPeer:
                     end.release()
 
     async def _fetched(self, manifest: Manifest, rank: int, index: int) -> PulledFile:
-        await self._slots.acquire()
+        await self.slots.acquire()
         try:
-            data = await self._shared.stored.block(manifest.tenant, block_key(manifest, index, rank))
+            data = await self.shared.stored.block(manifest.tenant, block_key(manifest, index, rank))
         except BaseException:
-            self._slots.release()
+            self.slots.release()
             raise
-        return PulledFile(index, data, self._slots.release)
+        return PulledFile(index, data, self.slots.release)
 
     async def close(self) -> None:
         """Do nothing: the store stays open."""
@@ -192,3 +196,55 @@ def _found(manifest: Manifest, question: PrefixQuestion) -> Found | None:
     if manifest.fingerprint != question.fingerprint or not (is_whole or is_plain):
         return None
     return Found(manifest.cache_ref, shared, is_whole=is_whole)
+
+
+@dataclass(slots=True)
+class FrameAssembly:
+    """The frames of one stream. Holds a slot while a file is on its way, so that memory is bounded over all streams."""
+
+    slots: asyncio.Semaphore
+    limit_bytes: int
+    _place: Place | None = None
+    _data: bytearray = field(default_factory=bytearray)
+
+    async def __aenter__(self) -> FrameAssembly:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    async def add(self, place: Place, frame: bytes, *, last: bool) -> bytearray | None:
+        """Append a frame; return the whole file after its last one, to be used before `release()`.
+
+        Raises InvalidRequest when the file is too large or another's frame comes in between.
+        """
+        if self._place is None:
+            await self.slots.acquire()
+            self._place = place
+        if place != self._place:
+            raise InvalidRequest("a block file began before the previous one ended")
+        if len(self._data) + len(frame) > self.limit_bytes:
+            raise InvalidRequest(f"the block file has more than {self.limit_bytes} bytes")
+        self._data += frame
+        return self._data if last else None
+
+    def hand_over(self) -> Callable[[], None]:
+        """Forget the file, whose slot is the caller's from now on; return the function that frees the slot."""
+        assert self._place is not None, "there is no file"
+        self._place = None
+        self._data = bytearray()
+        return self.slots.release
+
+    def release(self) -> None:
+        """Forget the file and let another stream go on. Harmless when there is none."""
+        if self._place is not None:
+            self._place = None
+            self._data = bytearray()
+            self.slots.release()
+
+    def check_finished(self) -> None:
+        """Raise InvalidRequest when the stream ended inside a file."""
+        if self._place is not None:
+            raise InvalidRequest("the stream ended before the last frame")

@@ -4,7 +4,8 @@
 2. In the background the sidecar takes the first wanted KV that the peer has and that this engine can use. It fetches
    the manifest, then the missing block files of every rank, and saves them like an engine's own.
 3. Meanwhile questions for the manifest hear `cache_ref_pending`, or wait in resolve.py.
-4. A pull ends with a sealed manifest or with nothing. A failure ends the save with all its blocks, and the next
+4. The caller of a pull names its peer, which `PeerRules` must allow: else a caller could send the sidecar anywhere.
+5. A pull ends with a sealed manifest or with nothing. A failure ends the save with all its blocks, and the next
    question for the manifest is a miss. A deletion during the pull wins: the save is refused its blocks.
 """
 
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from itertools import takewhile
 from typing import Literal, Protocol, TypeAlias
 
@@ -35,9 +38,8 @@ from contextcache.process.crash_points import crash_point
 from contextcache.wire.tracing import child_span
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.crash_points import BETWEEN_PULLED_BLOCKS
-from kv_sidecar.format.ids import engine_fingerprint
+from kv_sidecar.format.ids import differences, engine_fingerprint
 from kv_sidecar.format.manifest import block_checksum, check_block_checksums, first_blocks
-from kv_sidecar.moving.peers import EngineRanks, PeerRules, PullLimits
 from kv_sidecar.recent import RecentNames
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.saves import NewSave
@@ -58,6 +60,28 @@ _SURELY = 2
 """A pull misses its time if it would take twice as long as is left, because rates change."""
 MAX_REFS = 8
 """A session has two generations; the rest is room."""
+
+
+_ANY = "*"
+_HOST = r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\])"
+_ADDRESS = re.compile(_HOST + r":(?P<port>[1-9][0-9]{0,4})", re.ASCII)
+_ENTRY = re.compile(_HOST + r"(?::[1-9][0-9]{0,4})?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class PullLimits:
+    """Bounds of pulls from peers."""
+
+    block_tokens: int
+    """Least tokens in one block here; a peer with smaller blocks has nothing for us."""
+    max_pulls: int = 8
+    """Pulls at once, half of them for prefixes; a further pull is refused. They share one link and one disk."""
+    timeout_s: float = 10.0
+    """Longest time of one pull, beyond the time of its bytes at the slowest rate. A request may set less."""
+    bytes_per_s_min: int = 50_000_000
+    """Slowest rate of a pull: below half a gigabit, computing is faster."""
+    manifest_timeout_s: float = 1.0
+    """Longest wait for a peer's manifest, which has a few KB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,40 +208,28 @@ class PullReply:
     """Why it was refused, as a short fixed phrase."""
 
 
+@dataclass
 class Pulls:
     """The pulls of one sidecar; owns their tasks. Used from one event loop."""
 
-    def __init__(  # noqa: PLR0913  # the parts of a pull, by name
-        self,
-        catalog: ContextCatalog,
-        runtime: Runtime,
-        *,
-        engine: EngineRanks,
-        rules: PeerRules,
-        limits: PullLimits,
-        connect: ConnectPeer,
-        shared: SharedTier | None = None,
-        store: Peer | None = None,
-    ) -> None:
-        """`store`: the store that all pods share, asked for KV that a peer does not have; None: there is none.
-
-        `shared`: learns of pulled KV.
-        """
-        self._shared = shared
-        self._catalog = catalog
-        self._clock = runtime.clock
-        self._metrics = runtime.metrics
-        self._engine = engine
-        self._rules = rules
-        self._limits = limits
-        self._connect = connect
-        self._store = store
-        self._tasks: dict[asyncio.Task[None], Wanted] = {}
-        self._transfers: dict[tuple[TenantId, CacheRef], Transfer] = {}
-        self.is_draining = False
-        """Whether new pulls are refused."""
-        self._absent: RecentNames[tuple[TenantId, CacheRef]] = RecentNames(keep_ms=ABSENT_MS, max_names=ABSENT_MAX)
-        """KV that the store did not have, or not in time: asked for again it would stay pending for ever."""
+    catalog: ContextCatalog
+    runtime: Runtime
+    engine: EngineRanks
+    rules: PeerRules
+    limits: PullLimits
+    connect: ConnectPeer
+    shared: SharedTier | None
+    """Learns of pulled KV; None: there is no store."""
+    store: Peer | None
+    """Store that all pods share, asked for KV that a peer does not have; None: there is none."""
+    is_draining: bool = False
+    """Whether new pulls are refused."""
+    _tasks: dict[asyncio.Task[None], Wanted] = field(default_factory=dict)
+    _transfers: dict[tuple[TenantId, CacheRef], Transfer] = field(default_factory=dict)
+    _absent: RecentNames[tuple[TenantId, CacheRef]] = field(
+        default_factory=lambda: RecentNames(keep_ms=ABSENT_MS, max_names=ABSENT_MAX)
+    )
+    """KV that the store did not have, or not in time: asked for again it would stay pending for ever."""
 
     @property
     def num_pulls(self) -> int:
@@ -231,9 +243,9 @@ class Pulls:
             wanted = replace(wanted, cache_refs=better)
         reply = self._reply(wanted)
         if reply.outcome != "started":
-            self._metrics.pulls.labels(reply.reason or reply.outcome).inc()
+            self.runtime.metrics.pulls.labels(reply.reason or reply.outcome).inc()
             return reply
-        self._catalog.refs.expect(wanted.tenant, wanted.names)
+        self.catalog.refs.expect(wanted.tenant, wanted.names)
         task = asyncio.create_task(self._run(wanted))
         self._tasks[task] = wanted
         task.add_done_callback(self._ended)
@@ -242,7 +254,7 @@ class Pulls:
     def will_miss(self, tenant: TenantId, cache_ref: CacheRef, wait_ms: int, compute_us_per_token: float) -> bool:
         """Return whether a pull under way surely takes longer than `wait_ms`, and computing is faster."""
         transfer = self._transfers.get((tenant, cache_ref))
-        return transfer is not None and transfer.will_miss(wait_ms, compute_us_per_token, self._clock.now_ms())
+        return transfer is not None and transfer.will_miss(wait_ms, compute_us_per_token, self.runtime.clock.now_ms())
 
     async def close(self) -> None:
         """Refuse new pulls, break off those going on and wait for their end."""
@@ -254,7 +266,7 @@ class Pulls:
 
     def _better_than_what_is_here(self, wanted: Wanted) -> tuple[CacheRef, ...]:
         """Return the refs before the first that is here: a session that comes back has its older KV here."""
-        better = takewhile(lambda ref: not self._catalog.holds(wanted.tenant, ref), wanted.names)
+        better = takewhile(lambda ref: not self.catalog.holds(wanted.tenant, ref), wanted.names)
         return tuple(ref for ref in better if wanted.peer or not self._is_absent(wanted.tenant, ref))
 
     def _reply(self, wanted: Wanted) -> PullReply:
@@ -262,18 +274,18 @@ class Pulls:
             return PullReply("refused", "draining")
         if not wanted.cache_refs:
             return PullReply("present")
-        if not (self._rules.allow(wanted.peer) if wanted.peer else self._store):
+        if not (self.rules.allow(wanted.peer) if wanted.peer else self.store):
             return PullReply("refused", "peer_not_allowed")
-        if self._engine.fingerprint is None:
+        if self.engine.fingerprint is None:
             return PullReply("refused", "no_engine")
-        if len(self._tasks) >= self._limits.max_pulls or (wanted.prefix is not None and self._are_prefixes_many()):
+        if len(self._tasks) >= self.limits.max_pulls or (wanted.prefix is not None and self._are_prefixes_many()):
             return PullReply("refused", "too_many_pulls")
         return PullReply("started")
 
     def _are_prefixes_many(self) -> bool:
         """Return whether as many prefixes are fetched as may be: half of all, the rest is for turns that moved."""
         num_prefixes = sum(wanted.prefix is not None for wanted in self._tasks.values())
-        return num_prefixes >= max(1, self._limits.max_pulls // 2)
+        return num_prefixes >= max(1, self.limits.max_pulls // 2)
 
     async def _run(self, wanted: Wanted) -> None:
         began_at_s = time.monotonic()
@@ -293,32 +305,32 @@ class Pulls:
         finally:
             if outcome != "pulled" and not wanted.peer:
                 for ref in wanted.names:
-                    self._absent.add((wanted.tenant, ref), self._clock.now_ms())
-            self._catalog.refs.expect_no_more(wanted.tenant, wanted.names)
-            self._metrics.pulls.labels(outcome).inc()
-            self._metrics.pull_seconds.observe(time.monotonic() - began_at_s)
+                    self._absent.add((wanted.tenant, ref), self.runtime.clock.now_ms())
+            self.catalog.refs.expect_no_more(wanted.tenant, wanted.names)
+            self.runtime.metrics.pulls.labels(outcome).inc()
+            self.runtime.metrics.pull_seconds.observe(time.monotonic() - began_at_s)
             log.info("pull ended", extra={"outcome": outcome, "cache_ref": wanted.names[0], "peer": wanted.peer})
 
     def _is_absent(self, tenant: TenantId, cache_ref: CacheRef) -> bool:
-        return self._absent.added_at_ms((tenant, cache_ref), self._clock.now_ms()) is not None
+        return self._absent.added_at_ms((tenant, cache_ref), self.runtime.clock.now_ms()) is not None
 
     def _timeout_s(self, wanted: Wanted) -> float:
-        return min(wanted.timeout_s or self._limits.timeout_s, self._limits.timeout_s)
+        return min(wanted.timeout_s or self.limits.timeout_s, self.limits.timeout_s)
 
     async def _pull(self, wanted: Wanted, deadline: asyncio.Timeout) -> None:
         # Before the first question: a deletion that comes while the peer answers is one during the pull.
-        started_at_ms = self._clock.now_ms()
+        started_at_ms = self.runtime.clock.now_ms()
         if not wanted.peer:
-            assert self._store is not None, "a store is open"
-            await self._pull_from(self._store, wanted, deadline, started_at_ms)
+            assert self.store is not None, "a store is open"
+            await self._pull_from(self.store, wanted, deadline, started_at_ms)
             return
-        peer = self._connect(wanted.peer, self._timeout_s(wanted))
+        peer = self.connect(wanted.peer, self._timeout_s(wanted))
         try:
             await self._pull_from(peer, wanted, deadline, started_at_ms)
         except (CacheRefNotFound, SidecarUnavailable):
-            if self._store is None or wanted.prefix is not None:
+            if self.store is None or wanted.prefix is not None:
                 raise
-            await self._pull_from(self._store, wanted, deadline, started_at_ms)
+            await self._pull_from(self.store, wanted, deadline, started_at_ms)
         finally:
             await peer.close()
 
@@ -337,8 +349,8 @@ class Pulls:
         )
         ends_at_s = deadline.when()
         if not wanted.timeout_s and ends_at_s is not None:  # the bytes have their time unless the request names one
-            deadline.reschedule(ends_at_s + ours.size_bytes / self._limits.bytes_per_s_min)
-        await self._save(Transfer(ours, manifest, peer, self._clock.now_ms()), started_at_ms)
+            deadline.reschedule(ends_at_s + ours.size_bytes / self.limits.bytes_per_s_min)
+        await self._save(Transfer(ours, manifest, peer, self.runtime.clock.now_ms()), started_at_ms)
 
     async def _find(self, wanted: Wanted, peer: Peer) -> Manifest:
         """Return the first manifest that can be used here; the others are then no longer waited for."""
@@ -351,7 +363,7 @@ class Pulls:
                 missed = exc
                 continue
             if wanted.prefix is None:
-                self._catalog.refs.expect_no_more(wanted.tenant, [ref for ref in wanted.cache_refs if ref != cache_ref])
+                self.catalog.refs.expect_no_more(wanted.tenant, [ref for ref in wanted.cache_refs if ref != cache_ref])
             return manifest
         raise missed
 
@@ -368,8 +380,8 @@ class Pulls:
         """Raise FingerprintMismatch for KV of another engine, CorruptBlock for another manifest than requested."""
         if (manifest.tenant, manifest.cache_ref) != (tenant, cache_ref):
             raise CorruptBlock("the peer sent a different manifest")
-        usable = (self._engine.fingerprint, self._engine.world_size)
-        is_small = any(group.block_tokens < self._limits.block_tokens for group in manifest.groups)
+        usable = (self.engine.fingerprint, self.engine.world_size)
+        is_small = any(group.block_tokens < self.limits.block_tokens for group in manifest.groups)
         if (engine_fingerprint(manifest.fingerprint), manifest.world_size) != usable or is_small:
             raise FingerprintMismatch("the peer's KV is from an engine with a different fingerprint")
         check_block_checksums(manifest)
@@ -389,7 +401,7 @@ class Pulls:
             started_at_ms=started_at_ms,
             groups=ours.groups,
             tail_ref=ours.tail_ref,
-            source="object" if transfer.peer is self._store else "peer",
+            source="object" if transfer.peer is self.store else "peer",
         )
         self._transfers[transfer.name] = transfer
         try:
@@ -397,7 +409,7 @@ class Pulls:
                 for rank in range(ours.world_size):
                     saves.create_task(self._save_rank(transfer, replace(new, rank=rank)))
         except BaseException as exc:
-            await self._catalog.abandon_save(ours.cache_ref)
+            await self.catalog.abandon_save(ours.cache_ref)
             if isinstance(exc, BaseExceptionGroup):
                 raise _cause(exc) from exc
             raise
@@ -407,7 +419,7 @@ class Pulls:
 
     async def _save_rank(self, transfer: Transfer, new: NewSave) -> None:
         ours, source, peer = transfer.ours, transfer.source, transfer.peer
-        prepared = await self._catalog.prepare_save(new)
+        prepared = await self.catalog.prepare_save(new)
         if prepared.missing_files:
             transfer.wanted_bytes += ours.size_bytes * len(prepared.missing_files) / len(ours.files) / ours.world_size
             there = {(file.group, file.name, file.first_token): index for index, file in enumerate(source.files)}
@@ -416,9 +428,9 @@ class Pulls:
             here = dict(zip(asked, prepared.missing_files, strict=True))
             async with aclosing(peer.block_files(source, new.rank, asked)) as files:
                 await self._take_all(transfer, new, here, files)
-        changed = await self._catalog.seal(new.cache_ref, new.rank)
-        if self._shared is not None and changed is not None:
-            self._shared.learn(changed)
+        changed = await self.catalog.seal(new.cache_ref, new.rank)
+        if self.shared is not None and changed is not None:
+            self.shared.learn(changed)
 
     async def _take_all(
         self, transfer: Transfer, new: NewSave, here: Mapping[int, int], files: AsyncIterator[PulledFile]
@@ -444,15 +456,81 @@ class Pulls:
 
     async def _take(self, transfer: Transfer, new: NewSave, block_index: int, file: PulledFile) -> None:
         vouched = block_checksum(transfer.source, file.index, new.rank)
-        size_bytes = await self._catalog.take_block(new.cache_ref, new.rank, block_index, file.data, vouched=vouched)
+        size_bytes = await self.catalog.take_block(new.cache_ref, new.rank, block_index, file.data, vouched=vouched)
         transfer.come_bytes += size_bytes
-        self._metrics.pulled_bytes.inc(size_bytes)
+        self.runtime.metrics.pulled_bytes.inc(size_bytes)
         crash_point(BETWEEN_PULLED_BLOCKS)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("pull failed", exc_info=error)
+
+
+class PeerRules:
+    """Peers by `host:port`, by host with any port, by network in CIDR notation, or all (`*`)."""
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        """Raise ValueError for an entry that is none of these."""
+        self._any = False
+        self._names: set[str] = set()
+        self._networks: list[IPv4Network | IPv6Network] = []
+        for entry in entries:
+            if entry == _ANY:
+                self._any = True
+            elif "/" in entry:
+                self._networks.append(ip_network(entry))
+            elif _ENTRY.fullmatch(entry):
+                self._names.add(entry.lower())
+            else:
+                raise ValueError(f"{entry!r} must be host:port, a host, a network or '*'")
+
+    def allow(self, address: str) -> bool:
+        """Return whether `address`, a plain `host:port`, may be pulled from. Names are compared, never resolved."""
+        match = _ADDRESS.fullmatch(address)
+        if match is None or int(match["port"]) > 65535:
+            return False
+        host = match["host"].lower()
+        if self._any or host in self._names or address.lower() in self._names:
+            return True
+        with suppress(ValueError):
+            ip = ip_address(host.strip("[]"))
+            return any(ip in network for network in self._networks)
+        return False
+
+
+class EngineRanks:
+    """The ranks of the last engine."""
+
+    def __init__(self) -> None:
+        self.world_size = 0
+        """Ranks of the engine; 0 before the first handshake."""
+        self._fingerprints: dict[int, str] = {}
+        self._fingerprint_json = ""
+        """JSON of the rank that introduced itself last: the differences of a new engine are logged."""
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """Fingerprints in rank order; empty before the first handshake."""
+        return [fingerprint for _, fingerprint in sorted(self._fingerprints.items())]
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The one fingerprint of all ranks; None when no rank is known, or while the ranks differ."""
+        known = set(self._fingerprints.values())
+        return known.pop() if len(known) == 1 else None
+
+    def introduce(self, rank: int, world_size: int, fingerprint: str, fingerprint_json: str) -> None:
+        """Record a rank. Another number of ranks is another engine."""
+        changed = differences(self._fingerprint_json, fingerprint_json) if self._fingerprint_json else []
+        log.info("engine registered", extra={"fingerprint": fingerprint, "rank": rank})
+        if changed:
+            log.warning("engine fingerprint changed", extra={"changed": changed})
+        if world_size != self.world_size:
+            self._fingerprints.clear()
+        self.world_size = world_size
+        self._fingerprints[rank] = fingerprint
+        self._fingerprint_json = fingerprint_json
 
 
 def _cause(failed: BaseExceptionGroup) -> BaseException:

@@ -57,7 +57,7 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """`timeout_s`: longest time of one call, its retries included. Raises ValueError for an invalid URL."""
+        """`timeout_s`: longest time of one call, its retries included. Raises ValueError if it cannot be opened."""
         check_store_url(url)
         parts = urlsplit(url)
         self._timeout_s = timeout_s
@@ -67,13 +67,16 @@ class ObjectStore:
             self._directory = Path(unquote(parts.path))
             # Threads of this store: a mount that hangs must hold up nothing else.
             self._looks = ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="store-looks")
-            # A delete removes a directory that it leaves empty; a put makes it again.
-            self._store: Any = LocalStore(self._directory, mkdir=True, automatic_cleanup=True)
-            return
         try:
-            self._store = from_url(url, retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=timeout_s)})
+            # A delete removes a directory that it leaves empty; a put makes it again.
+            self._store: Any = (
+                LocalStore(self._directory, mkdir=True, automatic_cleanup=True)
+                if self._directory is not None
+                else from_url(url, retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=timeout_s)})
+            )
         except (BaseError, OSError) as exc:
-            raise ValueError(f"the store cannot be opened: {type(exc).__name__}") from None
+            reason = type(exc).__name__ if self._directory is None else f"{self._directory} is no usable directory"
+            raise ValueError(f"SIDECAR_STORE_URL: the store cannot be opened: {reason}") from None
 
     async def put(self, name: str, data: Buffer) -> None:
         """Write an object, replacing one of the same name."""
@@ -182,7 +185,7 @@ def check_store_url(url: str) -> None:
     named = parts.path.startswith("/") and not parts.netloc if parts.scheme == "file" else bool(parts.netloc)
     if url and not (parts.scheme in SCHEMES and named):
         raise ValueError(
-            f"SIDECAR_STORE must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)} and name a "
+            f"SIDECAR_STORE_URL must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)} and name a "
             "bucket or directory"
         )
 

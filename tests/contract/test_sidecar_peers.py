@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kv_sidecar.moving.peer import PeerSidecar
-from kv_sidecar.moving.peers import PullLimits
+from kv_sidecar.moving.pulling import PullLimits
 from kv_sidecar.server import serve
 from tests.contract.sidecar_peer_contract import SidecarPeerContract
 from tests.kit.catalog_peer import CatalogPeer

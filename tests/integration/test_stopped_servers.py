@@ -23,7 +23,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import error_from_rpc, is_late, is_unanswered, late_call
 from kv_sidecar.client import EngineSidecarClient, KVSidecarClient, pack_token_ids
 from kv_sidecar.moving.peer import PeerSidecar
-from kv_sidecar.moving.peers import PullLimits
+from kv_sidecar.moving.pulling import PullLimits
 from kv_sidecar.orphans import ManagerQuestions
 from kv_sidecar.sealed.matching import PrefixQuestion
 from tests.kit.kv_blocks import FINGERPRINT, TENANT

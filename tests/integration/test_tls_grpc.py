@@ -31,7 +31,7 @@ from gateway.envoy.server import ExtProcServer
 from gateway.tenants.keys import SingleTenant
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.moving.peer import PeerSidecar
-from kv_sidecar.moving.peers import PullLimits
+from kv_sidecar.moving.pulling import PullLimits
 from kv_sidecar.server import serve
 from tests.kit.certificates import NAME, CertificateFiles
 from tests.kit.gateway_parts import SECRET, GatewayParts

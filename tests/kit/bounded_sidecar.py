@@ -15,7 +15,7 @@ from contextcache.process.run import run_part
 from kv_sidecar import sidecar
 from kv_sidecar.__main__ import run
 from kv_sidecar.moving.leaving import HandOverLimits
-from kv_sidecar.moving.peers import PullLimits
+from kv_sidecar.moving.pulling import PullLimits
 from kv_sidecar.saves import CatalogLimits
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.store.collector import CollectorLimits

@@ -33,7 +33,7 @@ from kv_sidecar.format.manifest import (
     num_files,
 )
 from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
-from kv_sidecar.moving.frames import FrameAssembly
+from kv_sidecar.moving.peer import FrameAssembly
 from kv_sidecar.sealed.manifests import record_of
 from kv_sidecar.sealed.prefixes import PrefixIndex
 from tests.kit.kv_blocks import block_file_bytes, block_meta_of, new_save, planned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from kv_sidecar.moving.peers import EngineRanks, PeerRules
+from kv_sidecar.moving.pulling import EngineRanks, PeerRules
 from kv_sidecar.settings import SidecarSettings
 
 A, B = "a" * 64, "b" * 64

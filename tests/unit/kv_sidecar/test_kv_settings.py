@@ -9,7 +9,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, ContextDeleted
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.accounts import LoadReports
-from kv_sidecar.moving.frames import STREAMS_MAX, FrameAssembly
+from kv_sidecar.moving.peer import STREAMS_MAX, FrameAssembly
 from kv_sidecar.server import KVSidecarServicer
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
 

@@ -433,8 +433,17 @@ async def test_another_tenants_name_finds_nothing(pod):
 
 @pytest.mark.parametrize("url", ["/tmp/x", "ftp://a/b", "s3:", "file:relative"])
 def test_a_url_that_is_no_store_is_refused_at_the_start(url):
-    with pytest.raises(ValueError, match="store"):
+    with pytest.raises(ValueError, match="SIDECAR_STORE_URL must begin"):
         SidecarSettings(store_url=url)
+
+
+@pytest.mark.parametrize("below", ["", "/kv"])
+def test_a_store_whose_path_is_a_file_is_refused_at_the_start(tmp_path, below):
+    """Seen failing: obstore's OSError, "File exists", named neither the setting nor the path."""
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ValueError, match=f"SIDECAR_STORE_URL.*{tmp_path}/file{below} is no usable directory"):
+        ObjectStore(f"file://{tmp_path}/file{below}")
 
 
 async def test_a_pod_that_ends_writes_what_was_used_last_first(pod, monkeypatch):

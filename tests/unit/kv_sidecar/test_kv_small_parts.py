@@ -22,7 +22,7 @@ from kv_sidecar.accounts import LoadReports
 from kv_sidecar.blocks import TierUsage
 from kv_sidecar.format.ids import check_fingerprint, differences, require_fingerprint
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.moving.frames import FrameAssembly
+from kv_sidecar.moving.peer import FrameAssembly
 from kv_sidecar.recent import RecentNames
 from kv_sidecar.retention import Collector, Removed
 from kv_sidecar.settings import SidecarSettings
