@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from deploy.local.model import prepare_model
 from tests.kit.stack import MODEL
-from vllm_plugin.turn.prompt.window import CUT_TOKENS
+from vllm_plugin.turn.prompt.composition import CUT_TOKENS
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -6,8 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from contextcache.process.metrics import CertificateMetrics
 from vllm_plugin.turn.answer.receipt import TurnUsage
-from vllm_plugin.turn.prompt.history import Divergence
-from vllm_plugin.turn.prompt.matching import Outcome
+from vllm_plugin.turn.prompt.matching import Divergence, Outcome
 
 _PREFIX = "contextcache_turn_"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -53,16 +53,14 @@ from vllm_plugin.turn.answer.delivery import Delivery
 from vllm_plugin.turn.answer.dialect import Dialect
 from vllm_plugin.turn.answer.keep_alive import KeepAlive
 from vllm_plugin.turn.answer.repeats import give_again
-from vllm_plugin.turn.answer.responses import under_instructions
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
 from vllm_plugin.turn.engine import Engine, Receive, Scope, Send
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.prompt.composition import compose_first, compose_turn
-from vllm_plugin.turn.prompt.matching import match
+from vllm_plugin.turn.prompt.matching import match, under_instructions
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, with_new_messages
 from vllm_plugin.turn.prompt.transcript import Transcript
-from vllm_plugin.turn.prompt.truncation import cut_to_fit
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.settlement import Settlement
 from vllm_plugin.turn.turn import Turn
@@ -214,8 +212,7 @@ class TurnStory:
             found = match(transcript, request.prompt, mode=mode, has_stored_ids=has_ids)
             turn.request = request = with_new_messages(request, found.new)
             with child_span("turn compose"):
-                composed = await compose_turn(engine, request, transcript, found)
-                turn.prompt = await cut_to_fit(engine, request, transcript, composed)
+                turn.prompt = await compose_turn(engine, request, transcript, found)
             self.metrics.count_match(turn.prompt.outcome, turn.prompt.diverged)
             await self._run(engine, turn, client)
 

@@ -28,8 +28,7 @@ from gateway.http import routes
 from gateway.http.openapi import body_fields
 from gateway.http.openapi import document as openapi
 from gateway.paths import CONTEXT_PATH, Kind, kind_of
-from vllm_plugin.turn.prompt.history import Why
-from vllm_plugin.turn.prompt.matching import Outcome
+from vllm_plugin.turn.prompt.matching import Outcome, Why
 
 NO_CALL = {"method_not_allowed"}
 """Answered to what is no operation of the document."""

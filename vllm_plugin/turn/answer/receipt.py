@@ -11,7 +11,7 @@ from typing import Any
 
 from contextcache.identity import COMPUTED_SOON, SOON_MS
 from contextcache.model import LoadedKV
-from vllm_plugin.turn.prompt.history import Divergence
+from vllm_plugin.turn.prompt.matching import Divergence
 
 TIER_SOURCES = {"host", "disk", "peer", "object"}
 

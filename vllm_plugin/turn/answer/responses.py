@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -29,16 +29,7 @@ from vllm_plugin.turn.answer.chat import UNREADABLE, AnswerResult, JsonAnswer, S
 from vllm_plugin.turn.answer.dialect import Dialect
 from vllm_plugin.turn.answer.events import Event
 from vllm_plugin.turn.engine import Scope
-from vllm_plugin.turn.prompt.history import Sent, find_new
-from vllm_plugin.turn.prompt.meaning import meanings
-from vllm_plugin.turn.prompt.request import (
-    CHAT_PATH,
-    NEVER_FROM_CLIENTS,
-    ClientPrompt,
-    TurnRequest,
-    read_turn,
-    with_new_messages,
-)
+from vllm_plugin.turn.prompt.request import CHAT_PATH, NEVER_FROM_CLIENTS, TurnRequest, read_turn
 from vllm_plugin.turn.refusals import by_vllm
 from vllm_plugin.turn.turn import Turn
 
@@ -383,33 +374,3 @@ def _truncation(body: Mapping[str, Any]) -> Any:
 
 def _json(event: dict[str, Any]) -> bytes:
     return json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def under_instructions(
-    request: TurnRequest, history: Sequence[Mapping[str, Any]], mode: ContextMode, *, has_stored_ids: bool
-) -> TurnRequest:
-    """Return a request whose prompt has its instructions in the place of those that the history begins with.
-
-    `history`: the messages of the transcript; none of a context that is being created. Instructions are no part of the
-    input: a resend is recognised without them. Messages of the history that the input repeats are left out.
-    Raises HistoryAmbiguous.
-    """
-    said, new = request.instructions, request.prompt.messages
-    if said is None or new is None:
-        return request
-    system = ({"role": "system", "content": said},) if said else ()
-    if not history:
-        mode = ContextMode.APPEND if request.follows else mode
-        return replace(request, prompt=ClientPrompt(messages=(*system, *new)), context_mode=mode)
-    rest = tuple(map(dict, history[1 if history[0]["role"] == "system" else 0 :]))
-    added: Sequence[int] | None = None if mode is ContextMode.REPLAY else range(len(new))
-    if mode is ContextMode.AUTO:
-        sent = Sent(meanings(new), follows=request.follows, has_stored_ids=has_stored_ids)
-        added = find_new(meanings(rest), sent, is_chat=True)
-    if added is None:
-        whole = (*system, *new)
-    elif [*system] == [*history[: len(history) - len(rest)]]:
-        return replace(with_new_messages(request, added), context_mode=ContextMode.APPEND)
-    else:
-        whole = (*system, *rest, *(new[at] for at in added))
-    return replace(request, prompt=replace(request.prompt, messages=whole), context_mode=ContextMode.REPLAY)

@@ -5,31 +5,55 @@ last kept answer: the template is rendered with short placeholders up to that an
 messages that follow, and the difference (the answer's closing tokens, the messages, the generation prompt) comes after
 the stored ids. Where a template does not allow that, the messages are rendered as a whole, and the segments whose
 ids come out the same are kept. The messages of a resend go to the engine, and into the transcript, as they were sent.
+
+A prompt that cannot fit the model's window is refused before all of it is tokenised. Tokenising takes a second per
+megabyte and holds up every other request of the pod. The beginning of a long prompt is enough to refuse it: a text that
+begins with more tokens than the window has cannot fit, however it goes on. Only the client's new text is checked:
+`truncation` cuts stored history, never new text.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from contextcache.errors import InvalidRequest
+from contextcache.errors import ContextCacheError, ContextLengthExceeded, InvalidRequest
 from contextcache.model import Segment, SegmentKind
+from contextcache.terms import whole
 from vllm_plugin.turn.answer.chat import AnswerResult
 from vllm_plugin.turn.engine import Engine
-from vllm_plugin.turn.prompt.history import Divergence, Why
-from vllm_plugin.turn.prompt.matching import Outcome, PromptMatch
-from vllm_plugin.turn.prompt.request import CHAT_PATH, ClientPrompt, TurnRequest, messages_json
+from vllm_plugin.turn.prompt.matching import Divergence, Outcome, PromptMatch, Why
+from vllm_plugin.turn.prompt.request import (
+    CHAT_PATH,
+    ClientPrompt,
+    Truncation,
+    TruncationType,
+    TurnRequest,
+    messages_json,
+)
 from vllm_plugin.turn.prompt.transcript import ITEM_IDS, Transcript, common_prefix, whole_segments
-from vllm_plugin.turn.prompt.window import refuse_too_long
 
 _PLACEHOLDER = "Yes."
 _OTHER_PLACEHOLDER = "No."
-HEAD_ROLES = ("system", "developer")
+_HEAD_ROLES = ("system", "developer")
 _MAX_CLOSING_TOKENS = 16
 _MAX_TRIMMED_TOKENS = 64
+_ANSWER_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""Each route's name for the maximum tokens of its answer."""
+SHORT_TOKENS = 1024
+"""Longer lists of ids are compared with the window first."""
+CHARS_PER_TOKEN = 16
+"""Length of a piece, in characters per token of the window. Most text has four characters a token, so its first piece
+is too long already. Runs of spaces have up to 128, and take several."""
+SHORT_CHARS = CHARS_PER_TOKEN * SHORT_TOKENS
+"""Longer texts are looked at: a shorter one is tokenised in milliseconds."""
+CUT_TOKENS = 64
+"""Tokens by which two pieces may have more than both together: a cut changes only the tokens next to it."""
+_SHOWN_ROLES = frozenset({"system", "user"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +78,17 @@ async def compose_first(engine: Engine, request: TurnRequest) -> ComposedPrompt:
     """Compose the first prompt of a new context. Raises ContextLengthExceeded for one that cannot fit."""
     await refuse_too_long(engine, request, request.prompt)
     ids = await _ids_of(engine, request, request.prompt, at_start=True)
-    segment = await prompt_segment(engine, request, request.prompt, ids)
+    segment = await _prompt_segment(engine, request, request.prompt, ids)
     return ComposedPrompt(ids, request.prompt.messages or (), 0, 0, (segment,))
 
 
 async def compose_turn(
     engine: Engine, request: TurnRequest, transcript: Transcript, match: PromptMatch
 ) -> ComposedPrompt:
-    """Compose the prompt of a later turn. Raises ContextLengthExceeded for new text that cannot fit."""
+    """Compose the prompt of a later turn, without the oldest of the context where the request wants it cut.
+
+    Raises InvalidRequest, ContextLengthExceeded when head and new text alone do not fit.
+    """
     head = transcript.head(match.keep_segments)
     outcome, diverged = match.outcome, match.diverged
     is_append = outcome is Outcome.APPEND
@@ -84,16 +111,19 @@ async def compose_turn(
         else:
             await refuse_too_long(engine, request, rest)
             ids = await _ids_of(engine, request, rest, at_start=not head.segments)
-    whole = head.token_ids + ids
-    return ComposedPrompt(
-        token_ids=whole,
+    whole_ids = head.token_ids + ids
+    prompt = ComposedPrompt(
+        token_ids=whole_ids,
         messages=messages,
-        context_tokens=common_prefix(whole, transcript.token_ids),
+        context_tokens=common_prefix(whole_ids, transcript.token_ids),
         keep_segments=len(head.segments),
-        segments=() if rest is None else (await prompt_segment(engine, request, rest, ids),),
+        segments=() if rest is None else (await _prompt_segment(engine, request, rest, ids),),
         outcome=outcome,
         diverged=diverged,
     )
+    if request.truncation is None or outcome is not Outcome.APPEND:
+        return prompt
+    return await _cut_to_fit(engine, request, request.truncation, transcript, prompt)
 
 
 async def answer_segment(engine: Engine, request: TurnRequest, result: AnswerResult) -> Segment | None:
@@ -133,7 +163,7 @@ async def _without_bos(engine: Engine, model: str, ids: tuple[int, ...]) -> tupl
     return ids[1:] if begin and len(ids) > 1 and ids[0] == begin[0] else ids
 
 
-async def prompt_segment(engine: Engine, request: TurnRequest, prompt: ClientPrompt, ids: tuple[int, ...]) -> Segment:
+async def _prompt_segment(engine: Engine, request: TurnRequest, prompt: ClientPrompt, ids: tuple[int, ...]) -> Segment:
     """Return a client's prompt as a segment of these ids."""
     if prompt.messages is not None:
         return Segment(SegmentKind.PROMPT, ids, messages_json=messages_json(prompt.messages))
@@ -171,7 +201,7 @@ class _Frame:
 
 async def _frame(engine: Engine, request: TurnRequest, head: Transcript) -> _Frame | None:
     """Return the template's tokens around the messages of `head`; None: unknown."""
-    opening = list(takewhile(lambda message: message["role"] in HEAD_ROLES, head.messages))
+    opening = list(takewhile(lambda message: message["role"] in _HEAD_ROLES, head.messages))
     first = head.messages[len(opening) : len(opening) + 1]
     if not first:
         return None
@@ -267,3 +297,170 @@ async def _trim_to_text(engine: Engine, model: str, ids: tuple[int, ...], text: 
             rest = text[len(prefix) :]
             return kept + (await engine.tokenize(model, rest, add_special_tokens=False) if rest else ())
     return ids
+
+
+async def refuse_too_long(engine: Engine, request: TurnRequest, prompt: ClientPrompt) -> None:
+    """Refuse a prompt of which a part alone has more tokens than the window. Raises ContextLengthExceeded."""
+    if prompt.token_ids is not None:
+        if len(prompt.token_ids) > SHORT_TOKENS:
+            window = await engine.window(request.model)
+            if len(prompt.token_ids) >= window:
+                raise ContextLengthExceeded(
+                    f"the prompt has {len(prompt.token_ids)} tokens, but the model's window has {window}"
+                )
+    elif prompt.messages is not None:
+        await _refuse_long_chat(engine, request, prompt.messages)
+    else:
+        await _refuse_long_text(engine, request.model, prompt.text or "")
+
+
+async def _refuse_long_text(engine: Engine, model: str, text: str) -> None:
+    if len(text) <= SHORT_CHARS:
+        return
+    window = await engine.window(model)
+    num_chars, num_tokens = CHARS_PER_TOKEN * window, 0
+    for start in range(0, len(text), num_chars) if len(text) > num_chars else ():
+        piece = await engine.tokenize(model, text[start : start + num_chars], add_special_tokens=False)
+        num_tokens += len(piece) - CUT_TOKENS
+        if num_tokens >= window:
+            raise ContextLengthExceeded(f"the prompt has more than {window} tokens, the size of the model's window")
+
+
+async def _refuse_long_chat(engine: Engine, request: TurnRequest, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Look at the text that every template shows first, then at the rest.
+
+    Templates leave out a model's thoughts, and some leave out tools. Only the engine knows how much of an answer or a
+    tool is shown. It renders the chat and refuses it by its length, as it does without a context.
+    """
+    shown = "".join(_text_of(message).strip() for message in messages if message["role"] in _SHOWN_ROLES)
+    await _refuse_long_text(engine, request.model, shown)
+    values = [*messages, request.template_fields]
+    if not _is_longer(values, len(shown) + SHORT_CHARS):
+        return
+    if not _is_longer(values, len(shown) + CHARS_PER_TOKEN * await engine.window(request.model)):
+        return
+    body = {
+        **request.template_fields,
+        "model": request.model,
+        "messages": list(messages),
+        "max_tokens": 1,
+        "cache_salt": secrets.token_hex(16),  # no KV of it is shared with a tenant
+        **({"tool_choice": "none"} if "tools" in request.template_fields else {}),
+    }
+    try:
+        await engine.ask(CHAT_PATH, body)
+    except ContextLengthExceeded:
+        raise
+    except ContextCacheError:
+        return  # another fault, which composing the prompt will meet and tell
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _is_longer(values: Sequence[Any], num_chars: int) -> bool:
+    """Return whether texts and names in JSON values have more characters; a number or a truth value counts as one."""
+    left, waiting = num_chars, [*values]
+    while waiting and left >= 0:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            left -= sum(map(len, value))
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        else:
+            left -= len(value) if isinstance(value, str) else 1
+    return left < 0
+
+
+async def _cut_to_fit(
+    engine: Engine, request: TurnRequest, said: Truncation, transcript: Transcript, prompt: ComposedPrompt
+) -> ComposedPrompt:
+    """Return an appended turn's prompt, without its oldest turns where it does not fit (ADR 0056).
+
+    Head and new text are never cut: a client that sends the conversation again chooses its content. Cut messages are
+    composed as if the client had sent them so; of text and token ids the kept ids stay as they are. Either way the
+    transcript becomes the prompt that the engine saw.
+    """
+    fields = request.engine_fields
+    num_wanted = next(filter(None, (whole(fields.get(name)) for name in _ANSWER_TOKENS)), 1)
+    limit = await engine.window(request.model) - max(1, num_wanted)
+    fits = len(prompt.token_ids) <= limit
+    if fits and (said.type is TruncationType.ROLLING or len(transcript.token_ids) <= said.tokens):
+        return prompt
+    is_chat = request.prompt.messages is not None
+    if transcript.has_chat != is_chat or transcript.is_chat != is_chat:
+        raise InvalidRequest("a context of both text and messages cannot be cut", param="truncation")
+    cut = await (_cut_messages if is_chat else _cut_ids)(engine, request, said, transcript, prompt, limit)
+    if cut is None:
+        return prompt
+    ids, rest = cut
+    return replace(
+        prompt,
+        token_ids=ids,
+        messages=rest.messages or (),
+        context_tokens=common_prefix(ids, transcript.token_ids),
+        keep_segments=0,
+        segments=(await _prompt_segment(engine, request, rest, ids),),
+        truncated_tokens=max(0, len(prompt.token_ids) - len(ids)),
+    )
+
+
+async def _cut_messages(
+    engine: Engine, request: TurnRequest, said: Truncation, transcript: Transcript, prompt: ComposedPrompt, limit: int
+) -> tuple[tuple[int, ...], ClientPrompt] | None:
+    """Return the ids and messages that stay; None: all of them. The kept part begins with a user's message."""
+    new = request.prompt.messages
+    assert new is not None
+    head = tuple(takewhile(lambda message: message["role"] in _HEAD_ROLES, transcript.messages))
+    history = transcript.messages[len(head) :]
+    starts = [index for index, message in enumerate(history) if message["role"] == "user"]
+    if new[0]["role"] != "tool":  # results stay with the calls they are of
+        starts.append(len(history))
+
+    def kept_from(start: int) -> tuple[dict[str, Any], ...]:
+        return head + history[start:] + new
+
+    async def ids_from(start: int) -> tuple[int, ...]:
+        return await engine.tokenize_chat(request.model, kept_from(start), request.template_fields)
+
+    first, last = 0, len(starts) - 1
+    ids = await ids_from(starts[last]) if starts else prompt.token_ids
+    _check(len(ids), limit)
+    is_rolling = said.type is TruncationType.ROLLING
+    most = min(limit, len(prompt.token_ids) - said.tokens if is_rolling else len(ids) + said.tokens)
+    if len(prompt.token_ids) <= most:
+        return None
+    while first < last:
+        middle = (first + last) // 2
+        found = await ids_from(starts[middle])
+        if len(found) <= most:
+            last, ids = middle, found
+        else:
+            first = middle + 1
+    return ids, ClientPrompt(messages=kept_from(starts[last]))
+
+
+async def _cut_ids(
+    engine: Engine, request: TurnRequest, said: Truncation, transcript: Transcript, prompt: ComposedPrompt, limit: int
+) -> tuple[tuple[int, ...], ClientPrompt] | None:
+    """Return the ids that stay; None: all of them. The token that begins every sequence of the model is the head."""
+    stored = transcript.token_ids
+    begin = await engine.tokenize(request.model, "", add_special_tokens=True)
+    num_head = int(bool(begin) and stored[:1] == begin[:1])
+    num_history, new = len(stored) - num_head, prompt.token_ids[len(stored) :]
+    _check(num_head + len(new), limit)
+    wanted = num_history - said.tokens if said.type is TruncationType.ROLLING else said.tokens
+    num_kept = max(0, min(wanted, limit - num_head - len(new)))
+    if num_kept >= num_history:
+        return None
+    ids = stored[:num_head] + stored[len(stored) - num_kept :] + new
+    return ids, ClientPrompt(token_ids=ids)
+
+
+def _check(num_tokens: int, limit: int) -> None:
+    if num_tokens > limit:
+        told = f"the part that cannot be cut has {num_tokens} tokens; besides the answer the model's window has {limit}"
+        raise ContextLengthExceeded(told)

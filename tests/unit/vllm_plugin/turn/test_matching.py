@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contextcache.model import ContextMode, Segment, SegmentKind
-from vllm_plugin.turn.prompt.history import Divergence, Why
-from vllm_plugin.turn.prompt.matching import Outcome, begins_with_end_of, match
+from vllm_plugin.turn.prompt.matching import Divergence, Outcome, Why, begins_with_end_of, match
 from vllm_plugin.turn.prompt.request import ClientPrompt, messages_json
 from vllm_plugin.turn.prompt.transcript import Transcript, common_prefix
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contextcache.errors import HistoryAmbiguous
-from vllm_plugin.turn.prompt.history import check_append, divergence, is_resend
+from vllm_plugin.turn.prompt.matching import check_append, divergence, is_resend
 from vllm_plugin.turn.prompt.meaning import meanings, rendering
 
 ODD = st.recursive(

@@ -20,8 +20,7 @@ from contextcache.errors import HistoryAmbiguous
 from contextcache.model import ContextMode, Segment, SegmentKind
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
 from vllm_plugin.turn.prompt.composition import compose_first, compose_turn
-from vllm_plugin.turn.prompt.history import Sent, find_new
-from vllm_plugin.turn.prompt.matching import match
+from vllm_plugin.turn.prompt.matching import find_new, match
 from vllm_plugin.turn.prompt.meaning import meanings
 from vllm_plugin.turn.prompt.request import CHAT_PATH, messages_json, read_turn
 from vllm_plugin.turn.prompt.transcript import Transcript
@@ -254,7 +253,7 @@ def test_whatever_is_sent_after_a_named_answer_no_answer_call_or_result_is_there
     known = meanings(stored)
 
     try:
-        added = find_new(known, Sent(told, follows=True), is_chat=True)
+        added = find_new(known, told, is_chat=True, follows=True)
     except HistoryAmbiguous:
         return
     seen = told if added is None else (*known, *(told[at] for at in added))

@@ -11,8 +11,8 @@ from contextcache.errors import ContextLengthExceeded, ContextNotFound
 from tests.kit.fake_vllm import FakeVllm, encode
 from tests.kit.turn_bench import Pod
 from tests.kit.vllm_words import anthropic_state, responses_state
+from vllm_plugin.turn.prompt.composition import CHARS_PER_TOKEN, CUT_TOKENS, SHORT_TOKENS, refuse_too_long
 from vllm_plugin.turn.prompt.request import read_turn
-from vllm_plugin.turn.prompt.window import CHARS_PER_TOKEN, CUT_TOKENS, SHORT_TOKENS, refuse_too_long
 
 STATE = SimpleNamespace(**vars(anthropic_state()), **vars(responses_state()))
 WINDOW = 2048
