@@ -36,14 +36,12 @@ from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
 from kv_sidecar.format.ids import BlockKey, require_fingerprint
 from kv_sidecar.format.manifest import block_key, num_files
 from kv_sidecar.intake import Intake
-from kv_sidecar.leases import Leases, LeaseTerms
 from kv_sidecar.refs import PENDING, Phase, Ref, Refs
-from kv_sidecar.retention import Changed, Removed, Retention, keys_of
+from kv_sidecar.retention import Changed, Leases, LeaseTerms, Removed, Retention, keys_of
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.saves import CatalogLimits, FailedSave, MoreTokens, NewSave, PreparedSave, Save
 from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
-from kv_sidecar.sealed.matching import PrefixMatches, PrefixQuestion
-from kv_sidecar.sealed.prefixes import Found
+from kv_sidecar.sealed.prefixes import Found, PrefixQuestion
 from kv_sidecar.tiers.memory import LentSlot, Place
 from kv_sidecar.tiers.store import Buffer
 from kv_sidecar.tiers.tiers import DamagedBlock, FetchedBlock, TierName, Tiers
@@ -103,7 +101,6 @@ class ContextCatalog:
         self._limits = limits
         self._intake = Intake(runtime, refs, tiers.blocks, limits)
         self._leases = Leases(tiers.blocks, runtime, max_leases=limits.max_leases, life_ms_max=limits.lease_ms)
-        self._matches = PrefixMatches(manifests, refs, runtime, lose=self._lose_unreadable)
         self._reading_ahead = asyncio.Lock()
         self._room = asyncio.Event()
         """Set, and replaced, when there may be room for a slot again."""
@@ -338,7 +335,7 @@ class ContextCatalog:
 
         The first answer counts as used now, and its life begins anew if it is kept KV.
         """
-        found = await self._matches.find(question)
+        found = await self.manifests.match(question, self._lose_unreadable)
         for one in found[:1]:
             self.manifests.use(one.cache_ref)
             self.retention.use(one.cache_ref, question.expires_at_ms)

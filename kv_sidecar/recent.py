@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from itertools import takewhile
 from typing import Generic, TypeVar
+
+from contextcache.clock import Clock
+
+BEGINNINGS_MAX = 4096
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -44,3 +49,31 @@ class RecentNames(Generic[Name]):
             if now_ms - added_at_ms < self._keep_ms:
                 break
             del self._added[name]
+
+
+class Beginnings:
+    """Beginnings of the last prompts here: gateways send prompts that begin alike to the same pod."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._numbers: OrderedDict[str, int] = OrderedDict()
+        """When they came, in ms, each later than those before: they grow from one life of the process to the next."""
+        self._end = clock.now_ms()
+
+    def note(self, beginning: str) -> None:
+        """Remember one more; the one asked for longest ago goes for it."""
+        if not beginning:
+            return
+        self._end = max(self._end + 1, self._clock.now_ms())
+        self._numbers[beginning] = self._end
+        self._numbers.move_to_end(beginning)
+        if len(self._numbers) > BEGINNINGS_MAX:
+            self._numbers.popitem(last=False)
+
+    def since(self, after: int) -> tuple[dict[str, int], int]:
+        """Return the beginnings after a number, newest last, with their age in ms, and the number for the next call."""
+        if after > self._end:  # the number is of an earlier process, and the clock was put back
+            after = 0
+        new = list(takewhile(lambda named: named[1] > after, reversed(self._numbers.items())))
+        now_ms = self._clock.now_ms()
+        return {beginning: max(now_ms - number, 0) for beginning, number in reversed(new)}, self._end

@@ -32,10 +32,10 @@ from kv_sidecar.format.ids import TOKEN_BYTES, pack_token_ids
 from kv_sidecar.format.manifest import restorable_tokens
 from kv_sidecar.moving.borrowing import Prefixes
 from kv_sidecar.moving.pulling import MAX_REFS, Pulls, Wanted
+from kv_sidecar.recent import Beginnings
 from kv_sidecar.refs import Phase
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.sealed.matching import Beginnings, PrefixQuestion
-from kv_sidecar.sealed.prefixes import Found, common
+from kv_sidecar.sealed.prefixes import Found, PrefixQuestion, common
 from kv_sidecar.store.writer import SharedTier
 
 REFS_MAX = 16

@@ -1,7 +1,9 @@
 """Which KV leaves the disk when room is needed, and how long the KV of plain requests stays.
 
 Room: between two marks, the contexts used longest ago leave, kept KV before any context. Kept KV makes room for no
-context, and no save evicts the guarantee of another tenant. KV under a lease stays.
+context, and no save evicts the guarantee of another tenant.
+
+Lease: the blocks of a load stay in memory and on disk until the engine ends the load, or until a deadline.
 
 Kept KV is the KV of plain requests, in groups: a group is probably one conversation. Each answer leaves a longer
 manifest of the same conversation, which replaces the manifests that it begins with. An edited conversation leaves
@@ -12,28 +14,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from prometheus_client import Counter as Counted
 
-from contextcache.errors import ContextExists, SidecarUnavailable, StorageFull
+from contextcache.errors import ContextExists, InvalidRequest, SidecarUnavailable, StorageFull
 from contextcache.model import CacheRef, KeptGroup, KeptMiss, Manifest, SessionId, TenantId
 from contextcache.names import KEPT_PREFIX, check_tenant
-from kv_sidecar.blocks import Shortage
+from kv_sidecar.blocks import Blocks, Shortage
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.refs import Ref, Refs
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
-from kv_sidecar.sealed.matching import PrefixQuestion
-from kv_sidecar.sealed.prefixes import beginning_of
+from kv_sidecar.sealed.prefixes import PrefixQuestion, beginning_of
 from kv_sidecar.tiers.tiers import Tiers
 
 log = logging.getLogger(__name__)
 
+_LEASE_ID = re.compile(r"[0-9a-z]{16,64}", re.ASCII)
 GROUPS_SHOWN = 1000
 GROUP_MAX = 64
 """Manifests in a group; a further one replaces the manifest used longest ago."""
@@ -280,6 +284,65 @@ class Retention:
 def keys_of(records: Iterable[ManifestRecord]) -> list[BlockKey]:
     """Return the keys of all files of these manifests."""
     return [key for record in records for key in record.keys]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTerms:
+    """Lease that an engine asks for with a load."""
+
+    lease_id: str
+    """Unguessable, made by the engine."""
+    life_ms: int
+    """Time after which the lease expires."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest for a field with an illegal value."""
+        if not _LEASE_ID.fullmatch(self.lease_id):
+            raise InvalidRequest("a lease id must have 16 to 64 letters and digits", param="lease_id")
+        if self.life_ms < 1:
+            raise InvalidRequest("a lease must have a duration above 0", param="lease_ms")
+
+
+class Leases:
+    """At most `max_leases`, each for at most `life_ms_max`."""
+
+    def __init__(self, blocks: Blocks, runtime: Runtime, *, max_leases: int, life_ms_max: int) -> None:
+        self._blocks = blocks
+        self._runtime = runtime
+        self._max_leases = max_leases
+        self._life_ms_max = life_ms_max
+        self._leases: dict[str, tuple[int, dict[BlockKey, None]]] = {}
+        """Deadline in ms and blocks by id, in the order of the load: at its end the last block is the latest used."""
+
+    def open(self, terms: LeaseTerms, keys: Iterable[BlockKey]) -> bool:
+        """Put blocks under a lease; False when there are too many leases already.
+
+        A known id gets these blocks too, and its time anew. Raises InvalidRequest.
+        """
+        terms.check()
+        if terms.lease_id not in self._leases and len(self._leases) >= self._max_leases:
+            self._runtime.metrics.leases.labels("refused").inc()
+            return False
+        _, held = self._leases.get(terms.lease_id, (0, {}))
+        fresh = {key: None for key in keys if key not in held}
+        deadline_ms = self._runtime.clock.now_ms() + min(terms.life_ms, self._life_ms_max)
+        self._leases[terms.lease_id] = (deadline_ms, held | fresh)
+        self._blocks.hold(fresh, "lease")
+        return True
+
+    def end(self, lease_id: str, how: Literal["ended", "expired"] = "ended") -> list[BlockKey]:
+        """End a lease; return the blocks without a reference: the caller frees them. Idempotent."""
+        if lease_id not in self._leases:
+            return []
+        self._runtime.metrics.leases.labels(how).inc()
+        _, held = self._leases.pop(lease_id)
+        return self._blocks.let_go(held, "lease")
+
+    def expire(self) -> None:
+        """End the leases past their deadline; the collector frees the blocks without a reference."""
+        now_ms = self._runtime.clock.now_ms()
+        for lease_id in [lease_id for lease_id, (deadline_ms, _) in self._leases.items() if deadline_ms <= now_ms]:
+            self.end(lease_id, "expired")
 
 
 class Collector:

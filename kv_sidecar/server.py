@@ -22,11 +22,11 @@ from kv_sidecar.catalog import ForkTerms
 from kv_sidecar.client import SERVICE_NAME, TIER_NAMES
 from kv_sidecar.format.ids import check_fingerprint, unpack_token_ids
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE
-from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.moving.peer import STREAMS_MAX, FrameAssembly
 from kv_sidecar.moving.pulling import Wanted
+from kv_sidecar.retention import LeaseTerms
 from kv_sidecar.saves import FailedSave, MoreTokens, NewSave
-from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.sealed.prefixes import PrefixQuestion
 from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.tiers.memory import Place
 from kv_sidecar.tiers.store import BLOCK_BYTES_MAX

@@ -9,7 +9,7 @@ from benchmarks.simulate.rates import BYTES_PER_TOKEN, Rates
 from contextcache.clock import Clock
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from gateway.pods.state import EngineLoad
-from kv_sidecar.sealed.matching import Beginnings
+from kv_sidecar.recent import Beginnings
 
 FINGERPRINT = "llama-3-8b"
 

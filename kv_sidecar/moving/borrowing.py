@@ -29,8 +29,8 @@ from contextcache.names import KEPT_PREFIX, SESSION_ID_PATTERN
 from kv_sidecar.format.ids import TOKEN_BYTES
 from kv_sidecar.moving.pulling import ABSENT_MAX, ABSENT_MS, Peer, Prefix, Pulls, Wanted
 from kv_sidecar.recent import RecentNames
-from kv_sidecar.sealed.matching import STAYS_MS, PrefixQuestion
-from kv_sidecar.sealed.prefixes import Found
+from kv_sidecar.sealed.manifests import STAYS_MS
+from kv_sidecar.sealed.prefixes import Found, PrefixQuestion
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from contextcache.wire.tracing import trace_metadata
 from kv_sidecar.format.ids import TOKEN_BYTES, pack_token_ids
 from kv_sidecar.format.manifest import block_key, with_files
 from kv_sidecar.moving.pulling import PulledFile, PullLimits
-from kv_sidecar.sealed.matching import PrefixQuestion
-from kv_sidecar.sealed.prefixes import Found, common
+from kv_sidecar.sealed.prefixes import Found, PrefixQuestion, common
 from kv_sidecar.store.writer import SharedTier
 
 STREAMS_MAX = 4

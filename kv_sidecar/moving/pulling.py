@@ -43,8 +43,7 @@ from kv_sidecar.format.manifest import block_checksum, check_block_checksums, fi
 from kv_sidecar.recent import RecentNames
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.saves import NewSave
-from kv_sidecar.sealed.matching import PrefixQuestion
-from kv_sidecar.sealed.prefixes import Found
+from kv_sidecar.sealed.prefixes import Found, PrefixQuestion
 from kv_sidecar.store.writer import SharedTier
 from kv_sidecar.tiers.store import Buffer
 

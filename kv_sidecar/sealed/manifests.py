@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-from contextcache.errors import CorruptBlock
+from contextcache.errors import CorruptBlock, SidecarUnavailable
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from contextcache.names import CACHE_REF_PATTERN, KEPT_PREFIX
 from kv_sidecar.blocks import Blocks, Holder
@@ -25,7 +25,16 @@ from kv_sidecar.format.manifest import all_keys, decode_manifest, encode_manifes
 from kv_sidecar.format.safetensors_header import HEAD_BYTES, tensor_start
 from kv_sidecar.refs import Refs
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.sealed.prefixes import Beginning, PrefixIndex, Prompt, beginning_of, common
+from kv_sidecar.sealed.prefixes import (
+    Beginning,
+    Found,
+    PrefixIndex,
+    PrefixQuestion,
+    Prompt,
+    beginning_of,
+    common,
+    prompt_of,
+)
 from kv_sidecar.tiers.data_directory import DataDirectory, reading
 
 log = logging.getLogger(__name__)
@@ -39,6 +48,12 @@ SWEPT_AT_ONCE = 100
 MAX_FILE_BYTES = 256 << 20
 """Largest manifest file: it has 4 bytes a token and about 35 a block file, so ten million tokens are far below."""
 _SUFFIX = ".safetensors"
+MATCHES_MAX = 3
+"""Matches in one answer: the caller opens one manifest after the other until one serves."""
+PASSED_OVER_MAX = 8
+"""Manifests that one look-up finds unreadable before it answers with nothing."""
+STAYS_MS = 60_000
+"""Time from match to load, in which a request may wait in the engine's queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +96,10 @@ def record_of(manifest: Manifest) -> ManifestRecord:
     )
 
 
+Lose: TypeAlias = Callable[[ManifestRecord], Awaitable[None]]
+"""Forgets a context with a damaged or missing manifest."""
+
+
 class Manifests:
     """A record is here only while its file is on disk; the file goes first. Used from one event loop.
 
@@ -92,6 +111,7 @@ class Manifests:
         self._root = directory.root / "manifests"
         self._clock = runtime.clock
         self._threads = runtime.threads
+        self._metrics = runtime.metrics
         self._blocks = blocks
         self._refs = refs
         self._records: dict[CacheRef, ManifestRecord] = {}
@@ -279,6 +299,65 @@ class Manifests:
                 log.warning("manifest quarantine failed", extra={"cache_ref": cache_ref}, exc_info=True)
             return None
 
+    # Search.
+
+    async def match(self, question: PrefixQuestion, lose: Lose) -> Sequence[Found]:
+        """Return the KV that begins most like the prompt, the longest first. Raises InvalidRequest.
+
+        A match stays for a while, so that its load finds it: neither the watermark nor a longer context of the
+        conversation removes it. A delete or its expiry does, and the load is then a miss.
+        """
+        question.check()
+        sizes = self.prefixes.sizes(question.tenant, question.fingerprint)
+        best: Sequence[Found] = ()
+        if sizes and question.num_tokens >= question.tokens_min:
+            prompt = await self._threads.run(
+                prompt_of, question.tenant, question.fingerprint, question.token_ids, sizes=sizes
+            )
+            best = await self._readable(question, prompt, lose)
+        for one in best:
+            self._refs.name(question.tenant, one.cache_ref, for_ms=STAYS_MS)
+        self._metrics.prefix_matches.labels("some" if best else "none").inc()
+        return best
+
+    async def _readable(self, question: PrefixQuestion, prompt: Prompt, lose: Lose) -> Sequence[Found]:
+        """Return the longest matches of the prompt.
+
+        A manifest that cannot be read hides others of the same blocks, so the search begins again without it.
+        """
+        passed_over: set[CacheRef] = set()
+        while len(passed_over) < PASSED_OVER_MAX:
+            try:
+                return await self._nearest(question, prompt, passed_over)
+            except _Unreadable as exc:
+                passed_over.add(exc.record.cache_ref)
+                if exc.is_bad:
+                    await lose(exc.record)
+        return ()
+
+    async def _nearest(self, question: PrefixQuestion, prompt: Prompt, passed_over: set[CacheRef]) -> Sequence[Found]:
+        """Return the longest matches in the index, and shorter ones as substitutes, the longest whole one among them.
+
+        The first manifest is read and verified: the engine loads it next. Raises _Unreadable.
+        """
+
+        def live(cache_ref: CacheRef) -> ManifestRecord | None:
+            return None if cache_ref in passed_over else self.live(question.tenant, cache_ref)
+
+        found: list[Found] = []
+        for one in self.prefixes.find(prompt, lambda cache_ref: live(cache_ref) is not None):
+            record, num_tokens = live(one.cache_ref), one.num_tokens
+            if record is not None and one.goes_on:  # it may share some of the block in which the two part
+                shared = self.in_common(record, prompt, num_tokens, record.at.block_tokens)
+                num_tokens += await _verified(record, shared)
+            if record is not None and num_tokens >= question.tokens_min:
+                found.append(replace(one, num_tokens=num_tokens))
+        found.sort(key=lambda one: one.num_tokens, reverse=True)
+        if found and (record := live(found[0].cache_ref)) is not None:
+            await _verified(record, self.read(record, again=True))
+        rest = sorted(found[MATCHES_MAX - 1 :], key=lambda one: not one.is_whole)
+        return [*found[: MATCHES_MAX - 1], *rest[:1]]
+
     def written_at_ms(self, cache_ref: CacheRef) -> int | None:
         """Return when a manifest's file was written (Unix time in ms, at its seal or a later touch); None: no file."""
         try:
@@ -392,3 +471,22 @@ class Manifests:
 
     def _path(self, cache_ref: CacheRef) -> Path:
         return self._root / fan_out(cache_ref) / f"{cache_ref}{_SUFFIX}"
+
+
+class _Unreadable(Exception):  # no error: the search goes on
+    """A manifest cannot be read; `is_bad`: not later either."""
+
+    def __init__(self, record: ManifestRecord, *, is_bad: bool) -> None:
+        super().__init__(record.cache_ref)
+        self.record, self.is_bad = record, is_bad
+
+
+async def _verified(record: ManifestRecord, answer: Awaitable[Answer | None]) -> Answer:
+    """Return a manifest's content. Raises _Unreadable."""
+    try:
+        read = await answer
+    except SidecarUnavailable as exc:  # a fault that passes
+        raise _Unreadable(record, is_bad=False) from exc
+    if read is None:
+        raise _Unreadable(record, is_bad=True)
+    return read

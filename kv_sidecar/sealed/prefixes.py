@@ -17,8 +17,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from contextcache.model import CacheRef, Manifest, TenantId
-from kv_sidecar.format.ids import TOKEN_BYTES, chain_block_ids, chain_packed
+from contextcache.errors import InvalidRequest
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.names import check_tenant
+from kv_sidecar.format.ids import TOKEN_BYTES, chain_block_ids, chain_packed, check_fingerprint_text
 
 ID_BYTES = 8
 """Leading bytes of a block's id that the index compares."""
@@ -104,6 +106,34 @@ def prompt_of(tenant: TenantId, fingerprint: str, token_ids: bytes, sizes: tuple
     """Hash a prompt. `token_ids`: little-endian u32."""
     chains = {size: _chain(chain_packed(fingerprint, tenant, token_ids, block_tokens=size)) for size in sizes}
     return Prompt(tenant, fingerprint, token_ids, chains)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixQuestion:
+    """Question of an engine or a peer."""
+
+    tenant: TenantId
+    fingerprint: str
+    token_ids: bytes
+    """As little-endian u32."""
+    tokens_min: int
+    """Fewer are not worth a load."""
+    expires_at_ms: int = 0
+    """Unix time in ms until which kept KV that is found lives at least; 0: as long as it has."""
+    group: SessionId = ""
+    """Conversation that asks, where its KV is kept."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids) // TOKEN_BYTES
+
+    def check(self) -> None:
+        """Raise InvalidRequest for a field that cannot be."""
+        check_tenant(self.tenant)
+        check_fingerprint_text(self.fingerprint)
+        if len(self.token_ids) % TOKEN_BYTES:
+            raise InvalidRequest("token ids must have four bytes each", param="token_ids")
 
 
 @dataclass(frozen=True, slots=True)

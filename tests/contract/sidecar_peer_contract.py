@@ -13,7 +13,7 @@ from contextcache.names import new_cache_ref
 from kv_sidecar.format.block_file import parse_block_file
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.format.manifest import block_meta
-from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.sealed.prefixes import PrefixQuestion
 from tests.kit.kv_blocks import FINGERPRINT, TENANT
 from tests.kit.until import until
 

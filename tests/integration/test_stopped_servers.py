@@ -25,7 +25,7 @@ from kv_sidecar.client import EngineSidecarClient, KVSidecarClient, pack_token_i
 from kv_sidecar.moving.peer import PeerSidecar
 from kv_sidecar.moving.pulling import PullLimits
 from kv_sidecar.orphans import ManagerQuestions
-from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.sealed.prefixes import PrefixQuestion
 from tests.kit.kv_blocks import FINGERPRINT, TENANT
 from tests.kit.sidecar_process import SidecarProcess
 from tests.kit.silent_server import SilentServer

@@ -11,8 +11,7 @@ from functools import partial
 from contextcache.errors import SidecarUnavailable
 from contextcache.model import Manifest
 from kv_sidecar.moving.pulling import Peer, PulledFile
-from kv_sidecar.sealed.matching import PrefixQuestion
-from kv_sidecar.sealed.prefixes import Found
+from kv_sidecar.sealed.prefixes import Found, PrefixQuestion
 from kv_sidecar.tiers.store import Buffer
 from tests.kit.kv_blocks import SidecarUnderTest
 

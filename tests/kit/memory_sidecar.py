@@ -10,7 +10,7 @@ from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavai
 from contextcache.model import CacheRef, ForkedKV, KeptGroup, Manifest, SaveOutcome, SessionId, TenantId
 from contextcache.names import KEPT_PREFIX
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.sealed.matching import Beginnings
+from kv_sidecar.recent import Beginnings
 
 
 class MemorySidecar:

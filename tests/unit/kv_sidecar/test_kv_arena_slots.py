@@ -25,7 +25,7 @@ from contextcache.errors import (
 )
 from contextcache.names import new_cache_ref
 from kv_sidecar.format.manifest import block_key, block_meta
-from kv_sidecar.leases import LeaseTerms
+from kv_sidecar.retention import LeaseTerms
 from kv_sidecar.saves import NewSave
 from kv_sidecar.tiers.memory import LentSlot, Place
 from tests.contract.block_store_contract import BLOCK, TAIL

@@ -16,8 +16,9 @@ from contextcache.model import KVGroup
 from contextcache.names import KEPT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.moving.pulling import Wanted
-from kv_sidecar.sealed.matching import BEGINNINGS_MAX, STAYS_MS, Beginnings, PrefixQuestion
-from kv_sidecar.sealed.prefixes import Found
+from kv_sidecar.recent import BEGINNINGS_MAX, Beginnings
+from kv_sidecar.sealed.manifests import STAYS_MS
+from kv_sidecar.sealed.prefixes import Found, PrefixQuestion
 from tests.kit.catalog_peer import CatalogPeer
 from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, SidecarUnderTest
 

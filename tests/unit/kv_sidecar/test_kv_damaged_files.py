@@ -25,7 +25,7 @@ from contextcache.names import KEPT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.format.manifest import block_key
 from kv_sidecar.saves import NewSave
-from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.sealed.prefixes import PrefixQuestion
 from kv_sidecar.store.objects import ObjectStore
 from kv_sidecar.tiers.data_directory import DataDirectory, remove_whatever
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest

@@ -25,7 +25,7 @@ from kv_sidecar.blocks import FileState
 from kv_sidecar.format.ids import BlockKey, pack_token_ids
 from kv_sidecar.format.manifest import block_key, block_meta
 from kv_sidecar.saves import NewSave
-from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.sealed.prefixes import PrefixQuestion
 from kv_sidecar.tiers import data_directory
 from kv_sidecar.tiers import disk as disk_tier
 from kv_sidecar.tiers.store import Buffer

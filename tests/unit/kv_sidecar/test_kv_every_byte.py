@@ -32,7 +32,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, num_files
-from kv_sidecar.leases import LeaseTerms
+from kv_sidecar.retention import LeaseTerms
 from kv_sidecar.saves import FailedSave, NewSave
 from kv_sidecar.store import writer
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, new_save

@@ -12,7 +12,8 @@ from contextcache.names import KEPT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.retention import GROUP_MAX
 from kv_sidecar.saves import NewSave
-from kv_sidecar.sealed.matching import STAYS_MS, PrefixQuestion
+from kv_sidecar.sealed.manifests import STAYS_MS
+from kv_sidecar.sealed.prefixes import PrefixQuestion
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, block_file_bytes, block_meta_of
 
 FILE_BYTES = len(block_file_bytes(block_meta_of("a" * 64, kind="block", token_ids=(1, 2, 3, 4))))

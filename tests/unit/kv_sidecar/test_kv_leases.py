@@ -13,7 +13,7 @@ from contextcache.errors import CacheRefNotFound, CacheRefPending, InvalidReques
 from contextcache.model import Manifest
 from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.manifest import block_meta, num_files
-from kv_sidecar.leases import LeaseTerms
+from kv_sidecar.retention import LeaseTerms
 from kv_sidecar.saves import NewSave
 from kv_sidecar.tiers.memory import Slot
 from kv_sidecar.tiers.tiers import FetchedBlock

@@ -13,8 +13,7 @@ from contextcache.errors import InvalidRequest
 from contextcache.model import KVGroup
 from contextcache.names import new_cache_ref
 from kv_sidecar.format.ids import pack_token_ids
-from kv_sidecar.sealed.matching import PrefixQuestion
-from kv_sidecar.sealed.prefixes import PrefixIndex, beginning_of, prompt_of
+from kv_sidecar.sealed.prefixes import PrefixIndex, PrefixQuestion, beginning_of, prompt_of
 from tests.kit.kv_blocks import (
     BLOCK_TOKENS,
     FINGERPRINT,

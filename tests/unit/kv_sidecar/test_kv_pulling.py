@@ -17,9 +17,9 @@ from contextcache.model import KVGroup, Manifest, plain_group
 from contextcache.names import new_cache_ref
 from kv_sidecar.catalog import ForkTerms
 from kv_sidecar.format.block_file import parse_block_file
-from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.moving.peer import StoredPeer
 from kv_sidecar.moving.pulling import PullReply, Wanted
+from kv_sidecar.retention import LeaseTerms
 from kv_sidecar.saves import NewSave
 from kv_sidecar.sidecar import Sidecar
 from tests.kit.catalog_peer import CatalogPeer

@@ -12,7 +12,7 @@ from contextcache.errors import CacheRefNotFound, ContextQuotaExceeded, StorageF
 from contextcache.names import new_cache_ref
 from kv_sidecar.catalog import ForkTerms
 from kv_sidecar.format.manifest import block_key, num_files
-from kv_sidecar.leases import LeaseTerms
+from kv_sidecar.retention import LeaseTerms
 from kv_sidecar.saves import NewSave
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, block_file_bytes, block_meta_of
 

@@ -20,8 +20,8 @@ from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.moving import borrowing
 from kv_sidecar.moving.pulling import ABSENT_MS
 from kv_sidecar.retention import GROUP_MAX
-from kv_sidecar.sealed.matching import STAYS_MS, PrefixQuestion
-from kv_sidecar.sealed.prefixes import Found
+from kv_sidecar.sealed.manifests import STAYS_MS
+from kv_sidecar.sealed.prefixes import Found, PrefixQuestion
 from kv_sidecar.store import writer
 from kv_sidecar.store.collector import COLLECTOR
 from kv_sidecar.store.objects import ObjectStore

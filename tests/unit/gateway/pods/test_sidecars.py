@@ -10,7 +10,7 @@ from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints
 from gateway.pods.sidecars import Holders
 from gateway.pods.state import Endpoint
-from kv_sidecar.sealed.matching import Beginnings
+from kv_sidecar.recent import Beginnings
 from tests.kit.gateway_parts import Pods, settings_of
 from tests.kit.memory_sidecar import MemorySidecar
 
