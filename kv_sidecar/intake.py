@@ -58,7 +58,7 @@ class Intake:
         """
         ref = self._refs.get(new.tenant, new.cache_ref)
         self._refs.check_not_deleted(new.tenant, new.session_id, new.cache_ref, started_at_ms=new.started_at_ms)
-        if ref.phase is Phase.FAILED and 0 < new.started_at_ms == ref.started_at_ms:
+        if ref.phase is Phase.FAILED and not new.source and 0 < new.started_at_ms == ref.started_at_ms:
             raise ContextDeleted("another rank ended this save")
         if new.expires_at_ms <= self._runtime.clock.now_ms():
             raise ContextExpired("the context has expired")
@@ -68,7 +68,8 @@ class Intake:
         if owner is not None and owner.save is not None and owner.save.new.terms() != new.terms():
             raise InvalidRequest("the ranks sent different data for this cache_ref", param="cache_ref")
         if ref.save is None:
-            if new.world_size > 1 and 0 < new.started_at_ms <= self._refs.forgotten_until_ms:
+            is_one_of_several = new.world_size > 1 and not new.source
+            if is_one_of_several and 0 < new.started_at_ms <= self._refs.forgotten_until_ms:
                 raise ContextDeleted("another rank may have ended this save")
             if len(self._refs.saves()) >= self._limits.max_saves:
                 raise StorageFull("too many saves in flight")

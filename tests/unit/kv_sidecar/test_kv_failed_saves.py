@@ -171,6 +171,21 @@ async def test_a_second_rank_that_goes_leaves_the_first_ranks_save(
     assert await kv.load(first)
 
 
+async def test_a_pull_in_the_millisecond_of_a_failed_turn_is_an_attempt_of_its_own(kv: SidecarUnderTest) -> None:
+    """And its end leaves an engine's save alone."""
+    new = new_save(PROMPT, now_ms=kv.clock.now_ms(), started_at_ms=7)
+    await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "arena_full", 7))
+    pulled = replace(new, source="peer")
+
+    assert (await kv.catalog.prepare_save(pulled)).missing_files
+    await kv.catalog.abandon_save(new.cache_ref)
+    assert kv.catalog.refs.get(TENANT, new.cache_ref).failure == "arena_full"
+    await kv.catalog.prepare_save(replace(new, started_at_ms=8))
+    await kv.catalog.abandon_save(new.cache_ref)
+    await kv.send_all(replace(new, started_at_ms=8))
+    assert await kv.sidecar.seal(new.cache_ref, 0)
+
+
 async def test_a_late_rank_opens_no_save_that_another_rank_may_have_ended(tmp_path: Path) -> None:
     """Seen failing: with the failure's record forgotten, the save held its blocks until its deadline."""
     async with SidecarUnderTest(tmp_path, max_tombstones=1) as kv:
