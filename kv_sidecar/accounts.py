@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, ContextCacheError, InvalidRequest
@@ -63,19 +63,18 @@ class _Kept:
             merged.size_bytes = before.size_bytes + report.size_bytes
 
 
+@dataclass
 class LoadReports:
     """Reports by request id; the oldest are forgotten first."""
 
-    def __init__(
-        self, clock: Clock, *, max_reports: int = 4096, keep_ms: int = 60_000, max_waiters: int = 4096
-    ) -> None:
-        """Keep at most `max_reports`, each for `keep_ms`: more than an engine has requests, longer than an answer."""
-        self._clock = clock
-        self._max_reports = max_reports
-        self._keep_ms = keep_ms
-        self._reports: OrderedDict[str, _Kept] = OrderedDict()
-        self._max_waiters = max_waiters
-        self._waiting: set[tuple[str, asyncio.Future[None]]] = set()
+    clock: Clock
+    max_reports: int = 4096
+    """More than an engine has requests."""
+    keep_ms: int = 60_000
+    """Longer than an answer."""
+    max_waiters: int = 4096
+    _reports: OrderedDict[str, _Kept] = field(default_factory=OrderedDict)
+    _waiting: set[tuple[str, asyncio.Future[None]]] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self._reports)
@@ -93,10 +92,10 @@ class LoadReports:
         self.forget_old()
         kept = self._reports.get(report.request_id)
         if kept is None:
-            kept = self._reports[report.request_id] = _Kept(self._clock.now_ms(), report, {report.rank})
+            kept = self._reports[report.request_id] = _Kept(self.clock.now_ms(), report, {report.rank})
         else:
             kept.add(report)
-        while len(self._reports) > self._max_reports:
+        while len(self._reports) > self.max_reports:
             self._reports.popitem(last=False)
         for request_id, waiter in self._waiting:
             if kept.is_whole and request_id == report.request_id and not waiter.done():
@@ -108,7 +107,7 @@ class LoadReports:
         Beyond `max_waiters` a further call does not wait.
         """
         kept = self._reports.get(request_id)
-        if (kept is None or not kept.is_whole) and len(self._waiting) < self._max_waiters:
+        if (kept is None or not kept.is_whole) and len(self._waiting) < self.max_waiters:
             waiter = (request_id, asyncio.get_running_loop().create_future())
             self._waiting.add(waiter)
             try:
@@ -126,14 +125,15 @@ class LoadReports:
 
     def forget_old(self) -> None:
         """Forget reports that were not asked for in time."""
-        now_ms = self._clock.now_ms()
+        now_ms = self.clock.now_ms()
         while self._reports:
             request_id, kept = next(iter(self._reports.items()))
-            if now_ms - kept.kept_at_ms < self._keep_ms:
+            if now_ms - kept.kept_at_ms < self.keep_ms:
                 break
             del self._reports[request_id]
 
 
+@dataclass
 class UsageMeter:
     """Adds up KiB times seconds by tier and tells the manager. Used from one event loop.
 
@@ -141,25 +141,25 @@ class UsageMeter:
     it, so it counts once. A killed process loses the usage of one interval.
     """
 
-    def __init__(self, manager: ManagerQuestions, clock: Clock) -> None:
-        self._manager = manager
-        self._clock = clock
-        self._before: Held = {}
-        self._at_ms: int | None = None
-        self._counted: dict[TenantId, Counter[str]] = {}
-        """KiB times ms by tenant and tier that are in no batch yet."""
-        self._unsent: dict[TenantId, tuple[int, Mapping[str, int]]] = {}
-        """Number and counts of a tenant's batch."""
-        self._sender, self._last_number = secrets.token_hex(16), 0
+    manager: ManagerQuestions
+    clock: Clock
+    _before: Held = field(default_factory=dict)
+    _at_ms: int | None = None
+    _counted: dict[TenantId, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """KiB times ms by tenant and tier that are in no batch yet."""
+    _unsent: dict[TenantId, tuple[int, Mapping[str, int]]] = field(default_factory=dict)
+    """Number and counts of a tenant's batch."""
+    _sender: str = field(default_factory=lambda: secrets.token_hex(16))
+    _last_number: int = 0
 
     async def look(self, held: Held, *, store_kib_s: Mapping[TenantId, int] | None = None) -> None:
         """Count the bytes held since the last look, and tell. `store_kib_s`: usage of the shared store."""
-        now_ms = self._clock.now_ms()
+        now_ms = self.clock.now_ms()
         if self._at_ms is not None:
             self._add(held, min(max(now_ms - self._at_ms, 0), _LONGEST_MS))
         self._before, self._at_ms = held, now_ms
         for tenant, kib_s in (store_kib_s or {}).items():
-            self._counted.setdefault(tenant, Counter())["store"] += kib_s * 1000
+            self._counted[tenant]["store"] += kib_s * 1000
         for tenant in self._counted.keys() - self._unsent.keys():
             self._make_batch(tenant)
         try:
@@ -173,7 +173,7 @@ class UsageMeter:
             now, before = held.get(tier, {}), self._before.get(tier, {})
             for tenant in {*now, *before}:
                 mean_kib = (now.get(tenant, 0) + before.get(tenant, 0)) // 2048
-                self._counted.setdefault(tenant, Counter())[tier] += mean_kib * elapsed_ms
+                self._counted[tenant][tier] += mean_kib * elapsed_ms
 
     def _make_batch(self, tenant: TenantId) -> None:
         counted = self._counted.pop(tenant)
@@ -189,7 +189,7 @@ class UsageMeter:
             # A tenant moves to the end until it is counted, so that a shard that hangs does not delay the others again.
             number, counts = self._unsent[tenant] = self._unsent.pop(tenant)
             try:
-                await self._manager.add_usage(tenant, [Usage("", counts)], sender=self._sender, number=number)
+                await self.manager.add_usage(tenant, [Usage("", counts)], sender=self._sender, number=number)
             except InvalidRequest as exc:
                 # A retry would be refused again and hold up the other tenants.
                 log.warning("refused usage dropped", extra={"error": str(exc)})

@@ -15,10 +15,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import grpc
 
-from contextcache.errors import ContextCacheError, StoreUnavailable
+from contextcache.errors import ContextCacheError, InvalidRequest, StoreUnavailable
 from contextcache.model import CacheRef, HeldCacheRef, SessionId, TenantId, Usage
 from contextcache.names import prompt_ref
 from contextcache.v1 import context_manager_pb2 as pb
@@ -84,33 +85,24 @@ class ManagerQuestions:
         await self._connection.close()
 
 
+@dataclass
 class Orphans:
     """Remembers the next question's time for each sealed KV. Used from one event loop."""
 
-    def __init__(
-        self,
-        manager: ManagerQuestions,
-        runtime: Runtime,
-        *,
-        written_at_ms: Callable[[CacheRef], int | None],
-        after_s: float,
-    ) -> None:
-        """`written_at_ms`: reads the time of a manifest's seal or last touch from its file, which outlives a restart.
-
-        `after_s` is also the time between two questions about the same KV.
-        """
-        self._manager = manager
-        self._written_at_ms = written_at_ms
-        self._runtime = runtime
-        self._after_ms = round(after_s * 1000)
-        self._due_ms: dict[CacheRef, int] = {}
-        self._is_silent = False
-        """The last question had no answer: an outage is logged once."""
+    manager: ManagerQuestions
+    runtime: Runtime
+    written_at_ms: Callable[[CacheRef], int | None]
+    """Reads the time of a manifest's seal or last touch from its file, which outlives a restart."""
+    after_ms: int
+    """Time from the seal to the first question, and between two questions about the same KV."""
+    _due_ms: dict[CacheRef, int] = field(default_factory=dict)
+    _is_silent: bool = False
+    """The last question had no answer: an outage is logged once."""
 
     async def find(self, records: Sequence[ManifestRecord]) -> list[ManifestRecord]:
         """Return the sealed records that no session names, as far as the manager says so."""
         await self._learn(records)
-        now_ms = self._runtime.clock.now_ms()
+        now_ms = self.runtime.clock.now_ms()
         # KV saved at the end of a context's prompt has no name of its own in a session: one question covers both, and
         # one name keeps both.
         refs = {record.cache_ref for record in records if self._due_ms[record.cache_ref] <= now_ms}
@@ -134,41 +126,35 @@ class Orphans:
         known = self._due_ms
         self._due_ms = {ref: known[ref] for ref in (record.cache_ref for record in records) if ref in known}
         new = [record.cache_ref for record in records if record.cache_ref not in known]
-        now_ms = self._runtime.clock.now_ms()
-        for ref, written_at_ms in zip(new, await self._runtime.threads.run(self._written, new), strict=True):
+        now_ms = self.runtime.clock.now_ms()
+        written = await self.runtime.threads.run(lambda: [self.written_at_ms(ref) for ref in new])
+        for ref, written_at_ms in zip(new, written, strict=True):
             # A time in the future comes from another clock: then the wait begins now.
-            self._due_ms[ref] = min(now_ms if written_at_ms is None else written_at_ms, now_ms) + self._after_ms
-
-    def _written(self, cache_refs: Sequence[CacheRef]) -> list[int | None]:
-        return [self._written_at_ms(ref) for ref in cache_refs]
+            self._due_ms[ref] = min(now_ms if written_at_ms is None else written_at_ms, now_ms) + self.after_ms
 
     async def _ask(self, records: Sequence[ManifestRecord]) -> list[ManifestRecord]:
         """Ask one question. A refusal is counted and dropped. Raises StoreUnavailable without an answer."""
         held = [HeldCacheRef(record.tenant, record.session_id, record.cache_ref) for record in records]
+        positions: Sequence[int] = ()
         try:
-            positions = await self._manager.orphans(held)
+            positions = await self.manager.orphans(held)
+            self._is_silent = False
+            if not all(0 <= position < len(held) for position in positions):
+                raise InvalidRequest("positions out of range")
         except StoreUnavailable:
             raise
         except ContextCacheError as exc:
-            self._refused(exc.code)
+            self.runtime.metrics.failed_questions.inc()
+            log.warning("no usable answer from the manager about stored KV", extra={"reason": exc.message})
             positions = ()
-        else:
-            self._is_silent = False
-            if not all(0 <= position < len(held) for position in positions):
-                self._refused("positions out of range")
-                positions = ()
-        now_ms = self._runtime.clock.now_ms()
+        now_ms = self.runtime.clock.now_ms()
         for record in records:
             # Also after a refusal: the next pass begins with other KV.
-            self._due_ms[record.cache_ref] = now_ms + self._after_ms
+            self._due_ms[record.cache_ref] = now_ms + self.after_ms
         return [records[position] for position in sorted(set(positions))]
 
-    def _refused(self, reason: str) -> None:
-        self._runtime.metrics.failed_questions.inc()
-        log.warning("no usable answer from the manager about stored KV", extra={"reason": reason})
-
     def _note_silence(self, reason: str) -> None:
-        self._runtime.metrics.failed_questions.inc()
+        self.runtime.metrics.failed_questions.inc()
         if not self._is_silent:
             log.warning("no answer from the manager about stored KV, none is freed", extra={"reason": reason})
         self._is_silent = True

@@ -35,6 +35,7 @@ from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.store.collector import SharedCollector
 from kv_sidecar.store.encryption import StoreKeys
 from kv_sidecar.store.objects import ObjectStore
+from kv_sidecar.store.stored_kv import StoredKV
 from kv_sidecar.store.writer import SharedTier
 from kv_sidecar.tiers.arena import SUFFIX, ArenaDoor
 from kv_sidecar.tiers.data_directory import DataDirectory
@@ -115,9 +116,8 @@ class Sidecar:
         self._manager = manager or self._questions
         self._orphans = None
         if self._manager is not None:
-            self._orphans = Orphans(
-                self._manager, self.runtime, written_at_ms=manifests.written_at_ms, after_s=settings.orphan_after_s
-            )
+            after_ms = round(settings.orphan_after_s * 1000)
+            self._orphans = Orphans(self._manager, self.runtime, manifests.written_at_ms, after_ms)
         self._meter = None if self._questions is None else UsageMeter(self._questions, clock)
         self.collector = Collector(
             self.collect, self.collect_shared, interval_s=settings.collect_interval_s, metrics=self.metrics
@@ -126,8 +126,8 @@ class Sidecar:
 
     def _open_shared(self) -> SharedTier:
         keys = StoreKeys(self.settings.store_keys_file) if self.settings.store_keys_file else None
-        objects, limits = ObjectStore(self.settings.store_url), self.settings.shared_limits()
-        shared = SharedTier(objects, self.catalog, self.runtime, limits=limits, keys=keys)
+        stored = StoredKV(ObjectStore(self.settings.store_url), self.catalog, keys, self.metrics)
+        shared = SharedTier(stored, self.runtime, self.settings.shared_limits())
         self.metrics.store_waiting.set_function(lambda: shared.num_waiting)
         return shared
 

@@ -29,7 +29,7 @@ from kv_sidecar.store.stored_kv import StoredSession, manifest_name, ref_of
 from kv_sidecar.store.writer import SharedTier
 
 _LISTS = ".hot"
-"""Directory of lists that pods of release 0.1.0 write for the start of others."""
+"""Directory of lists that pods of release 0.1.0 write for the start of others: hints, which no pod reads any more."""
 COLLECTOR = "collector"
 """Object whose age is the time since the last pass. It holds the bytes that the pass left, by tenant."""
 UPPER_MARK, LOWER_MARK = 0.95, 0.9
@@ -39,6 +39,7 @@ _NEVER = 1 << 62
 _UNREAD = -1
 """Time that no manifest was written at: it is read again in the next pass."""
 _Live: TypeAlias = tuple[SessionId, CacheRef]
+_Evicted: TypeAlias = tuple[TenantId, SessionId, StoredSession]
 Orphans: TypeAlias = Callable[[Sequence[HeldCacheRef]], Awaitable[Sequence[int]]]
 """Returns the positions that no session names. Raises ContextCacheError without an answer."""
 
@@ -92,23 +93,22 @@ class SharedCollector:
         """
         now_ms = self.runtime.clock.now_ms()
         last = await self.objects.head(COLLECTOR)
-        if last is not None and now_ms - last.modified_at_ms < self.limits.interval_s * 1000:
-            await self._hear(last)
-            return 0
         if last is not None:
             await self._hear(last)
+            if now_ms - last.modified_at_ms < self.limits.interval_s * 1000:
+                return 0
             self._count_held(now_ms - last.modified_at_ms)
         # Writes the former bytes: other pods see that a pass is in progress.
         await self.objects.put(COLLECTOR, json.dumps(dict(self.bytes_by_tenant)).encode())
         removed, shelves = 0, {}
         for tenant in await self.objects.directories():
             if tenant == _LISTS:
-                await self._remove_old_lists()
+                await each([it.name async for it in self.objects.listed(f"{_LISTS}/")], self.objects.delete)
                 continue
             num_doomed, shelves[tenant] = await self._collect(tenant, orphans)
             removed += num_doomed
-        for it in evictions(shelves, self.limits):
-            if await self.shared.evict(*it):
+        for evicted in evictions(shelves, self.limits):
+            if await self.shared.evict(*evicted):
                 self.runtime.metrics.store_evicted.inc()
         self.bytes_by_tenant = {tenant: shelf.size_bytes for tenant, shelf in shelves.items() if shelf.size_bytes}
         await self.objects.put(COLLECTOR, json.dumps(self.bytes_by_tenant).encode())
@@ -124,13 +124,6 @@ class SharedCollector:
         seconds = min(max(since_ms, 0) // 1000, 2 * self.limits.interval_s)
         for tenant, size_bytes in self.bytes_by_tenant.items():
             self._held_kib_s[tenant] += int(size_bytes // 1024 * seconds)
-
-    async def _remove_old_lists(self) -> None:
-        """Remove the lists of hot contexts that pods of release 0.1.0 left."""
-        before_ms = self.runtime.clock.now_ms() - self.limits.grace_s * 1000
-        found = [it async for it in self.objects.listed(f"{_LISTS}/")]
-        old = [it.name for it in found if it.modified_at_ms < before_ms]
-        await each(old, self.objects.delete)
 
     async def _hear(self, last: ListedObject) -> None:
         """Read the bytes that the last pass counted."""
@@ -297,23 +290,15 @@ class Shelf:
         return session
 
 
-class Eviction(NamedTuple):
-    """A session to be evicted."""
-
-    tenant: TenantId
-    session_id: SessionId
-    session: StoredSession
-
-
-def evictions(shelves: Mapping[TenantId, Shelf], limits: CollectorLimits) -> list[Eviction]:
+def evictions(shelves: Mapping[TenantId, Shelf], limits: CollectorLimits) -> list[_Evicted]:
     """Take the sessions to be evicted off the shelves: for each tenant's limit, then for the limit of all."""
-    gone: list[Eviction] = []
+    gone: list[_Evicted] = []
     for tenant, shelf in shelves.items():
         gone += _down_to({tenant: shelf}, limits.tenant_limit_bytes)
     return gone + _down_to(shelves, limits.limit_bytes)
 
 
-def _down_to(shelves: Mapping[TenantId, Shelf], limit_bytes: int) -> list[Eviction]:
+def _down_to(shelves: Mapping[TenantId, Shelf], limit_bytes: int) -> list[_Evicted]:
     size_bytes = sum(shelf.size_bytes for shelf in shelves.values())
     if not limit_bytes or size_bytes <= limit_bytes * UPPER_MARK:
         return []
@@ -322,13 +307,13 @@ def _down_to(shelves: Mapping[TenantId, Shelf], limit_bytes: int) -> list[Evicti
         for tenant, shelf in shelves.items()
         for session_id, session in shelf.sessions.items()
     )
-    gone: list[Eviction] = []
+    gone: list[_Evicted] = []
     for *_, tenant, session_id in by_use:
         if size_bytes <= limit_bytes * LOWER_MARK:
             break
         shelf = shelves[tenant]
         before_bytes = shelf.size_bytes
-        gone.append(Eviction(tenant, session_id, shelf.take(session_id)))
+        gone.append((tenant, session_id, shelf.take(session_id)))
         size_bytes -= before_bytes - shelf.size_bytes
     return gone
 

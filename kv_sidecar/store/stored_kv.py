@@ -72,11 +72,26 @@ class Removal:
 
 
 @dataclass(slots=True)
-class _Known:
+class Known:
+    """Blocks of one session in the store."""
+
     last: CacheRef = ""
-    """The manifest of the last write. A removal of the session deletes it first, in every pod."""
+    """Manifest of the last write, or empty. A removal of the session deletes it first, in every pod."""
     blocks: dict[str, bool] = field(default_factory=dict)
     """Names of blocks, each with whether it is trusted."""
+
+    def is_trusted(self, names: Iterable[str]) -> bool:
+        """Return whether all these are trusted."""
+        return all(self.blocks.get(name) for name in names)
+
+    def trust(self, name: str) -> None:
+        """Trust a block that was begun, unless a removal discarded it since."""
+        if name in self.blocks:
+            self.blocks[name] = True
+
+    def doubt(self) -> None:
+        """Trust no block and no manifest any more."""
+        self.last, self.blocks = "", dict.fromkeys(self.blocks, False)
 
 
 class KnownBlocks:
@@ -89,64 +104,36 @@ class KnownBlocks:
 
     def __init__(self, *, max_blocks: int = _KNOWN_MAX) -> None:
         self._max_blocks = max_blocks
-        self._sessions: OrderedDict[Session, _Known] = OrderedDict()
+        self._sessions: OrderedDict[Session, Known] = OrderedDict()
         self._num_blocks = 0
 
     def __len__(self) -> int:
         return self._num_blocks
 
-    def last(self, session: Session) -> CacheRef:
-        """Return the manifest of the last write, or ""."""
-        return known.last if (known := self._sessions.get(session)) else ""
-
-    def names(self, session: Session) -> set[str]:
-        """Return the names of all blocks, trusted or not."""
-        return set(known.blocks) if (known := self._sessions.get(session)) else set()
-
-    def is_trusted(self, session: Session, names: Iterable[str]) -> bool:
-        """Return whether all these are trusted."""
-        known = self._sessions.get(session)
-        return known is not None and all(known.blocks.get(name) for name in names)
+    def of(self, session: Session) -> Known:
+        """Return a session's blocks; without any, an empty record that is not kept."""
+        return self._sessions.get(session) or Known()
 
     def begin(self, session: Session, name: str) -> None:
         """Note a block before it is held, so that a delete in between removes it."""
-        known = self._sessions.setdefault(session, _Known())
+        known = self._sessions.setdefault(session, Known())
         self._sessions.move_to_end(session)
         self._num_blocks += name not in known.blocks
         known.blocks[name] = False
         while self._num_blocks > self._max_blocks and len(self._sessions) > 1:
             self.forget(next(iter(self._sessions)))
 
-    def trust(self, session: Session, name: str) -> None:
-        """Trust a block that was begun, unless a removal discarded it since."""
-        known = self._sessions.get(session)
-        if known is not None and name in known.blocks:
-            known.blocks[name] = True
-
-    def vouch(self, session: Session, cache_ref: CacheRef) -> None:
-        """Note the manifest of the last write."""
-        if (known := self._sessions.get(session)) is not None:
-            known.last = cache_ref
-
-    def doubt(self, session: Session) -> None:
-        """Trust no block and no manifest of a session any more."""
-        if (known := self._sessions.get(session)) is not None:
-            known.last = ""
-            known.blocks = dict.fromkeys(known.blocks, False)
-
     def discard(self, session: Session, name: str) -> None:
         """Forget a block whose holder is deleted."""
-        known = self._sessions.get(session)
-        if known is not None and name in known.blocks:
-            del known.blocks[name]
+        known = self.of(session)
+        if known.blocks.pop(name, None) is not None:
             self._num_blocks -= 1
             if not known.blocks:
                 del self._sessions[session]
 
     def forget(self, session: Session) -> None:
         """Forget all of a session."""
-        if (known := self._sessions.pop(session, None)) is not None:
-            self._num_blocks -= len(known.blocks)
+        self._num_blocks -= len(self._sessions.pop(session, Known()).blocks)
 
 
 @dataclass
@@ -249,13 +236,13 @@ class StoredKV:
         tenant, session_id, refs = removal.tenant, removal.session_id, set(removal.cache_refs)
         held: dict[SessionId, set[str]] = {session_id: set()} if session_id else {}
         if removal.is_whole and session_id:
-            held[session_id] = self.known.names((tenant, session_id))  # some have no manifest yet
+            held[session_id] = set(self.known.of((tenant, session_id)).blocks)  # some have no manifest yet
             anew = {record.cache_ref for record in self.local.manifests.of_session(tenant, session_id)} - refs
             listed = self.objects.listed(f"{tenant}/sessions/{session_id}/")
             refs.update([ref_of(it.name) async for it in listed if it.modified_at_ms <= removal.before_ms])
             refs -= anew
         for record in removal.records:
-            begun = self.names_of(tenant, record.keys) & self.known.names((tenant, record.session_id))
+            begun = self.names_of(tenant, record.keys) & self.known.of((tenant, record.session_id)).blocks.keys()
             held.setdefault(record.session_id, set()).update(begun)
         for ref in refs:
             with suppress(CorruptBlock):  # the collector removes its blocks

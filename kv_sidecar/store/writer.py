@@ -18,15 +18,14 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable
 from contextcache.model import MAX_TTL_S, CacheRef, Manifest, SessionId, TenantId
 from contextcache.names import KEPT_PREFIX, OBJECT_PREFIX
 from contextcache.process.crash_points import crash_point
-from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.crash_points import AFTER_STORED_BLOCKS
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import encode_manifest
@@ -34,8 +33,8 @@ from kv_sidecar.recent import RecentNames
 from kv_sidecar.retention import GROUP_MAX, Changed
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.manifests import ManifestRecord
-from kv_sidecar.store.encryption import StoreKeys, TenantKey
-from kv_sidecar.store.objects import ObjectStore, each
+from kv_sidecar.store.encryption import TenantKey
+from kv_sidecar.store.objects import each
 from kv_sidecar.store.stored_kv import (
     Removal,
     Session,
@@ -53,7 +52,7 @@ _AT_ONCE = 4
 """Block files of one context in transfer at once: each is in memory, encrypted a second time."""
 _LOOKED_AT = 4
 """Manifests of a kept conversation that are read to find the one that a prompt begins with."""
-_NOTE_MS = _TOMBSTONE_MS = 3_600_000
+_REMEMBER_MS = 3_600_000
 """A use is noted once in this time; a deleted name refuses a write for this time."""
 _NAMES_MAX = 65_536
 """Names of each kind that are remembered, about 10 MB."""
@@ -75,51 +74,45 @@ class _GivesWayError(Exception):
     """A context waits: the kept KV in progress is written after it."""
 
 
+def _names(keep_ms: int = _REMEMBER_MS) -> RecentNames[Any]:
+    return RecentNames(keep_ms=keep_ms, max_names=_NAMES_MAX)
+
+
+@dataclass
 class SharedTier:
     """One pod's view of the store; owns the task that writes. Used from one event loop."""
 
-    def __init__(
-        self,
-        objects: ObjectStore,
-        local: ContextCatalog,
-        runtime: Runtime,
-        *,
-        limits: SharedLimits,
-        keys: StoreKeys | None = None,
-    ) -> None:
-        """`keys`: encryption keys of the tenants; None: no encryption."""
-        self.stored = StoredKV(objects, local, keys, runtime.metrics)
-        self._objects = objects
-        self._local = local
-        self._limits = limits
-        self._clock = runtime.clock
-        self._metrics = runtime.metrics
-        self._known = self.stored.known
-        self._queue: OrderedDict[CacheRef, bool] = OrderedDict()
-        """Contexts, each with whether it is written although the store has it."""
-        self._kept: OrderedDict[CacheRef, bool] = OrderedDict()
-        """Kept KV, the same way: written when nothing else waits."""
-        self._writing: ManifestRecord | None = None
-        self._at_work: Session | None = None
-        """Session of the writer's current write or removal; a delete of it comes after that."""
-        self._rests = asyncio.Event()
-        self._work = asyncio.Event()
-        self._idle = asyncio.Event()
+    stored: StoredKV
+    runtime: Runtime
+    limits: SharedLimits
+    _queue: OrderedDict[CacheRef, bool] = field(default_factory=OrderedDict)
+    """Contexts, each with whether it is written although the store has it."""
+    _kept: OrderedDict[CacheRef, bool] = field(default_factory=OrderedDict)
+    """Kept KV, the same way: written when nothing else waits."""
+    _writing: ManifestRecord | None = None
+    _at_work: Session | None = None
+    """Session of the writer's current write or removal; a delete of it comes after that."""
+    _rests: asyncio.Event = field(default_factory=asyncio.Event)
+    _work: asyncio.Event = field(default_factory=asyncio.Event)
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _paced_until_s: float = 0
+    _is_hurried: bool = False
+    _noted: RecentNames[Session] = field(default_factory=_names)
+    """Sessions whose use the store knows."""
+    _deleted: RecentNames[CacheRef] = field(default_factory=_names)
+    _replaced: RecentNames[CacheRef] = field(default_factory=_names)
+    """Kept KV that leaves the store once its replacement is there; a forgotten name leaves at its expiry."""
+    _deleted_groups: RecentNames[Session] = field(default_factory=partial(_names, MAX_TTL_S * 1000))
+    """Deleted kept conversations: older KV of them that is still in the store is not used."""
+    _chores: deque[_Chore] = field(init=False)
+    """Removals that the store did not take, and notes of use: retried until the store takes them."""
+    _untidy: OrderedDict[Session, None] = field(default_factory=OrderedDict)
+    """Kept conversations of which the store may have too much; apart from chores, which none pushes out."""
+    _writer: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self._chores = deque(maxlen=self.limits.queue_max)
         self._idle.set()
-        self._paced_until_s = 0.0
-        self._is_hurried = False
-        self._noted: RecentNames[Session] = RecentNames(keep_ms=_NOTE_MS, max_names=_NAMES_MAX)
-        """Sessions whose use the store knows."""
-        self._deleted: RecentNames[CacheRef] = RecentNames(keep_ms=_TOMBSTONE_MS, max_names=_NAMES_MAX)
-        self._replaced: RecentNames[CacheRef] = RecentNames(keep_ms=_TOMBSTONE_MS, max_names=_NAMES_MAX)
-        """Kept KV that leaves the store once its replacement is there; a forgotten name leaves at its expiry."""
-        self._deleted_groups: RecentNames[Session] = RecentNames(keep_ms=MAX_TTL_S * 1000, max_names=_NAMES_MAX)
-        """Deleted kept conversations: older KV of them that is still in the store is not used."""
-        self._chores: deque[_Chore] = deque(maxlen=limits.queue_max)
-        """Removals that the store did not take, and notes of use: retried until the store takes them."""
-        self._untidy: OrderedDict[Session, None] = OrderedDict()
-        """Kept conversations of which the store may have too much; apart from chores, which none pushes out."""
-        self._writer: asyncio.Task[None] | None = None
 
     # Writing behind.
 
@@ -148,9 +141,9 @@ class SharedTier:
         queue = self._kept if record.is_kept else self._queue
         queue[record.cache_ref] = again or queue.get(record.cache_ref, False)
         queue.move_to_end(record.cache_ref)
-        if len(self._queue) + len(self._kept) > self._limits.queue_max:
+        if len(self._queue) + len(self._kept) > self.limits.queue_max:
             (self._kept or self._queue).popitem(last=False)
-            self._metrics.store_writes.labels("queue_full").inc()
+            self.runtime.metrics.store_writes.labels("queue_full").inc()
         self._wake()
 
     def learn(self, changed: Changed) -> None:
@@ -161,7 +154,7 @@ class SharedTier:
             self.write_soon(record, again=True)
         for record in changed.replaced:
             self._kept.pop(record.cache_ref, None)
-            self._replaced.add(record.cache_ref, self._clock.now_ms())
+            self._replaced.add(record.cache_ref, self.runtime.clock.now_ms())
             self._tidy_soon((record.tenant, record.session_id))
 
     async def flush(self, timeout_s: float) -> int:
@@ -169,7 +162,7 @@ class SharedTier:
 
         Returns the number of contexts that are left.
         """
-        for record in self._local.manifests:
+        for record in self.stored.local.manifests:
             queue = self._kept if record.is_kept else self._queue
             if record.cache_ref in queue:
                 queue.move_to_end(record.cache_ref, last=False)
@@ -191,12 +184,12 @@ class SharedTier:
                 await self._write_next()
                 backoff_s = BACKOFF_S
             except SidecarUnavailable as exc:
-                self._metrics.store_writes.labels("unavailable").inc()
+                self.runtime.metrics.store_writes.labels("unavailable").inc()
                 log.warning("shared store refused a write", extra={"reason": exc.message})
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _BACKOFF_S_MAX)
             except Exception:
-                self._metrics.store_writes.labels("internal_error").inc()
+                self.runtime.metrics.store_writes.labels("internal_error").inc()
                 log.exception("write to the shared store failed")
 
     async def _write_next(self) -> None:
@@ -233,13 +226,13 @@ class SharedTier:
             self._rests.set()
 
     async def _write(self, cache_ref: CacheRef, *, again: bool) -> None:
-        self._writing = record = self._local.manifests.get(cache_ref)
+        self._writing = record = self.stored.local.manifests.get(cache_ref)
         outcome = "gone"
         try:
             if record is not None:
                 with self._working((record.tenant, record.session_id)):
                     outcome = await self._write_record(record, again=again)
-            self._metrics.store_writes.labels(outcome).inc()
+            self.runtime.metrics.store_writes.labels(outcome).inc()
         except _GivesWayError:
             self._kept[cache_ref] = again or self._kept.get(cache_ref, False)
             self._kept.move_to_end(cache_ref, last=False)
@@ -254,7 +247,7 @@ class SharedTier:
             return "no_key"
         if not again and await self.stored.has_manifest(record.tenant, record.cache_ref):
             return "present"
-        manifest = await self._local.manifests.read(record)
+        manifest = await self.stored.local.manifests.read(record)
         if manifest is None:
             return "gone"
         try:
@@ -268,7 +261,7 @@ class SharedTier:
 
     async def _write_out(self, record: ManifestRecord, manifest: Manifest, key: TenantKey | None) -> None:
         """Write a manifest's blocks, and it. Raises CacheRefNotFound if it is removed here meanwhile."""
-        session, known = (record.tenant, record.session_id), self._known
+        session, known = (record.tenant, record.session_id), self.stored.known
         if await self._has_lost(session):
             known.forget(session)
         names = {it: it.file_name if key is None else key.hidden(it.file_name) for it in record.keys}
@@ -276,26 +269,26 @@ class SharedTier:
         try:
             await each(names.items(), lambda it: self._hold(record, *it, key, absent), at_once=_AT_ONCE)
         except _GivesWayError:
-            if not known.last(session):
+            if not known.of(session).last:
                 # Its rest may wait for long, and nothing tells the collector to wait for it.
-                known.doubt(session)
+                known.of(session).doubt()
             raise
         crash_point(AFTER_STORED_BLOCKS)
         data = await asyncio.to_thread(encode_manifest, manifest)
         self._check_not_deleted(record)
-        await self._objects.put(session_name(*session, record.cache_ref), b"")
-        if known.last(session) not in self._deleted and await self._has_lost(session):
-            known.doubt(session)  # blocks leave with it; those that this pod removed are known
+        await self.stored.objects.put(session_name(*session, record.cache_ref), b"")
+        if known.of(session).last not in self._deleted and await self._has_lost(session):
+            known.of(session).doubt()  # blocks leave with it; those that this pod removed are known
         await self.stored.put(manifest_name(record.tenant, record.cache_ref), data, key)
-        known.vouch(session, record.cache_ref)
-        if not known.is_trusted(session, names.values()):
+        known.of(session).last = record.cache_ref
+        if not known.of(session).is_trusted(names.values()):
             self.write_soon(record, again=True)  # some left the store meanwhile
         if record.is_kept:
             self._tidy_soon(session)
 
     async def _has_lost(self, session: Session) -> bool:
         """Return whether the last manifest of a session has left the store: another pod evicts or collects it."""
-        last = self._known.last(session)
+        last = self.stored.known.of(session).last
         return bool(last) and not await self.stored.has_manifest(session[0], last)
 
     async def _hold(
@@ -308,33 +301,33 @@ class SharedTier:
         """
         session = (record.tenant, record.session_id)
         self._check_not_deleted(record)
-        if self._known.is_trusted(session, [file_name]):
+        if self.stored.known.of(session).is_trusted([file_name]):
             return
         if record.is_kept and self._queue:
             raise _GivesWayError
-        self._known.begin(session, file_name)
+        self.stored.known.begin(session, file_name)
         name = block_name(record.tenant, file_name)
-        await self._objects.put(holder_name(record.tenant, file_name, record.session_id), b"")
-        if block.rank in absent or await self._objects.head(name) is None:
+        await self.stored.objects.put(holder_name(record.tenant, file_name, record.session_id), b"")
+        if block.rank in absent or await self.stored.objects.head(name) is None:
             absent.add(block.rank)
-            data = await self._local.tiers.copy(block)
+            data = await self.stored.local.tiers.copy(block)
             if data is None:
                 raise CacheRefNotFound("the block is no longer stored")
             await self._pace(len(data))
             await self.stored.put(name, data, key)
-            self._metrics.store_bytes.labels("write").inc(len(data))
-        self._known.trust(session, file_name)
+            self.runtime.metrics.store_bytes.labels("write").inc(len(data))
+        self.stored.known.of(session).trust(file_name)
 
     def _check_not_deleted(self, record: ManifestRecord) -> None:
         if record.cache_ref in self._deleted:
             raise CacheRefNotFound("the KV was deleted")
 
     async def _pace(self, size_bytes: int) -> None:
-        if self._is_hurried or not self._limits.bytes_per_s:
+        if self._is_hurried or not self.limits.bytes_per_s:
             return
         now_s = asyncio.get_running_loop().time()
         begins_s = max(now_s, self._paced_until_s)
-        self._paced_until_s = begins_s + size_bytes / self._limits.bytes_per_s
+        self._paced_until_s = begins_s + size_bytes / self.limits.bytes_per_s
         await asyncio.sleep(begins_s - now_s)
 
     # Fetching; moving/pulling.py has the story.
@@ -344,7 +337,7 @@ class SharedTier:
         found = None if cache_ref in self._deleted else await self.stored.manifest(tenant, cache_ref)
         if found is None:
             raise CacheRefNotFound("the shared store has no KV with this cache_ref")
-        if found.expires_at_ms <= self._clock.now_ms():
+        if found.expires_at_ms <= self.runtime.clock.now_ms():
             raise CacheRefNotFound("the KV in the shared store has expired")
         self.note_use(tenant, found.session_id, cache_ref)
         return found
@@ -354,9 +347,9 @@ class SharedTier:
 
         Raises SidecarUnavailable.
         """
-        here = {record.cache_ref for record in self._local.manifests.of_session(tenant, group)}
+        here = {record.cache_ref for record in self.stored.local.manifests.of_session(tenant, group)}
         there = await self.stored.used(tenant, group)
-        deleted_at_ms = self._deleted_groups.added_at_ms((tenant, group), self._clock.now_ms()) or 0
+        deleted_at_ms = self._deleted_groups.added_at_ms((tenant, group), self.runtime.clock.now_ms()) or 0
         refs = [
             ref
             for ref, used_at_ms in there.items()
@@ -371,18 +364,18 @@ class SharedTier:
                     found.append(it)
 
         await each(refs[-_LOOKED_AT:], look)
-        return [it for it in found if it.expires_at_ms > self._clock.now_ms()]
+        return [it for it in found if it.expires_at_ms > self.runtime.clock.now_ms()]
 
     def note_use(self, tenant: TenantId, session_id: SessionId, cache_ref: CacheRef) -> None:
         """Tell the store once an hour that a context is used: it evicts the least recently used ones first."""
-        session, now_ms = (tenant, session_id), self._clock.now_ms()
+        session, now_ms = (tenant, session_id), self.runtime.clock.now_ms()
         if self._noted.added_at_ms(session, now_ms) is None and not session_id.startswith(OBJECT_PREFIX):
             self._noted.add(session, now_ms)
             self._add_chore(session, partial(self._note, session, cache_ref))
 
     async def _note(self, session: Session, cache_ref: CacheRef) -> None:
         if await self.stored.has_manifest(session[0], cache_ref):
-            await self._objects.put(session_name(*session, cache_ref), b"")
+            await self.stored.objects.put(session_name(*session, cache_ref), b"")
 
     # Removing.
 
@@ -399,10 +392,10 @@ class SharedTier:
         self, tenant: TenantId, session_id: SessionId, cache_refs: Iterable[CacheRef], *, is_whole: bool
     ) -> Removal:
         """Refuse its writes and reads from now on; `end_delete` or `delete_later` has to follow."""
-        refs, now_ms = set(cache_refs), self._clock.now_ms()
-        here = [self._writing, *map(self._local.manifests.get, refs)]
+        refs, now_ms = set(cache_refs), self.runtime.clock.now_ms()
+        here = [self._writing, *map(self.stored.local.manifests.get, refs)]
         if is_whole:
-            here += self._local.manifests.of_session(tenant, session_id)
+            here += self.stored.local.manifests.of_session(tenant, session_id)
         meant = [
             record
             for record in here
@@ -435,7 +428,7 @@ class SharedTier:
 
     def delete_later(self, removal: Removal) -> None:
         """Leave a removal to the writer: no caller waits for it."""
-        removal.before_ms = min(removal.before_ms, self._clock.now_ms())
+        removal.before_ms = min(removal.before_ms, self.runtime.clock.now_ms())
         self._add_chore((removal.tenant, removal.session_id), partial(self._remove, removal))
 
     async def evict(self, tenant: TenantId, session_id: SessionId, session: StoredSession) -> bool:
@@ -467,13 +460,13 @@ class SharedTier:
 
     def _tidy_soon(self, group: Session) -> None:
         self._untidy[group] = None
-        if len(self._untidy) > self._limits.queue_max:
+        if len(self._untidy) > self.limits.queue_max:
             self._untidy.popitem(last=False)  # its surplus leaves at its expiry
         self._wake()
 
     async def _tidy(self, group: Session) -> None:
         """Remove replaced and surplus KV of a group, once all its KV of this pod is there."""
-        here = {record.cache_ref for record in self._local.manifests.of_session(*group)}
+        here = {record.cache_ref for record in self.stored.local.manifests.of_session(*group)}
         if any(ref in self._kept for ref in here):
             return
         there = await self.stored.used(*group)

@@ -190,14 +190,14 @@ async def test_an_older_generation_goes_alone_and_takes_what_the_newer_one_has_n
 async def test_a_context_deleted_while_it_is_written_leaves_nothing(pod, tmp_path):
     async with pod("a") as kv:
         shared = kv.sidecar.shared
-        put, begun, may_go_on = shared._objects.put, asyncio.Event(), asyncio.Event()
+        put, begun, may_go_on = shared.stored.objects.put, asyncio.Event(), asyncio.Event()
 
         async def slow(name, data):
             begun.set()
             await may_go_on.wait()
             await put(name, data)
 
-        shared._objects.put = slow
+        shared.stored.objects.put = slow
         new = await kv.save(TEN)
         await begun.wait()
         delete = asyncio.create_task(kv.sidecar.delete(TENANT, new.session_id, [new.cache_ref]))
@@ -305,7 +305,7 @@ async def test_a_store_that_fails_is_tried_again_for_writes_and_for_deletes(pod,
         raise SidecarUnavailable("down")
 
     async with pod("a") as kv:
-        store = kv.sidecar.shared._objects
+        store = kv.sidecar.shared.stored.objects
         put, delete = store.put, store.delete
         store.put = fail
         new = await kv.save(TEN)
@@ -333,7 +333,7 @@ async def test_a_write_that_was_given_up_keeps_its_bytes(pod, monkeypatch):
     given_up: list[memoryview] = []
 
     async with pod("a") as kv:
-        store, copy = kv.sidecar.shared._objects, kv.catalog.tiers.copy
+        store, copy = kv.sidecar.shared.stored.objects, kv.catalog.tiers.copy
         put = store.put
 
         async def give_up(name, data):

@@ -32,7 +32,7 @@ def shelf(**sessions: tuple[int, str]) -> Shelf:
 
 
 def left_by(shelves: dict[str, Shelf], *, limit: int = 0, tenant_limit: int = 0) -> list[str]:
-    return [it.session_id for it in evictions(shelves, CollectorLimits(limit, tenant_limit))]
+    return [session_id for _, session_id, _ in evictions(shelves, CollectorLimits(limit, tenant_limit))]
 
 
 def test_what_was_used_longest_ago_leaves_whoever_has_it_down_to_the_lower_mark():
@@ -75,8 +75,8 @@ def test_what_is_left_fits_is_counted_right_and_was_used_no_earlier_than_what_le
     assert shelves["a"].size_bytes == 10 * len(files)
     assert shelves["a"].size_bytes <= UPPER_MARK * min(limit, tenant_limit or limit) or not kept
     if gone and kept:
-        assert max(it.session.used_at_ms for it in gone) <= min(it.used_at_ms for it in kept.values())
-        whole = {name for it in [*kept.values(), gone[-1].session] for name in it.files}
+        assert max(session.used_at_ms for *_, session in gone) <= min(it.used_at_ms for it in kept.values())
+        whole = {name for it in [*kept.values(), gone[-1][2]] for name in it.files}
         assert 10 * len(whole) > LOWER_MARK * min(limit, tenant_limit or limit)
 
 
@@ -216,7 +216,7 @@ async def test_a_removal_that_the_store_refuses_does_not_keep_contexts_from_bein
     async with pod("a") as kv:
         first = await kv.save(tuple(range(10)), session_id="ctx_1")
         await written(kv)
-        kv.sidecar.shared._objects.delete = fail
+        kv.sidecar.shared.stored.objects.delete = fail
         await kv.sidecar.delete(TENANT, first.session_id, [first.cache_ref])
         await kv.save(tuple(range(100, 110)), session_id="ctx_2")
 

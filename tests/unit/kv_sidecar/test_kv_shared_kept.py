@@ -170,7 +170,7 @@ async def test_what_is_replaced_before_its_turn_comes_is_never_written(pod, tmp_
         for end in (10, 14, 22):
             last = await kv.save(SAID[:end], session_id=GROUP)
         assert shared.num_waiting == 1
-        objects_put = shared._objects.put
+        objects_put = shared.stored.objects.put
 
         async def noted(name, data):
             put.append(name)
@@ -180,9 +180,9 @@ async def test_what_is_replaced_before_its_turn_comes_is_never_written(pod, tmp_
             listed.append(prefix)
             return objects_listed(prefix)
 
-        objects_listed = shared._objects.listed
-        monkeypatch.setattr(shared._objects, "put", noted)
-        monkeypatch.setattr(shared._objects, "listed", noted_listing)
+        objects_listed = shared.stored.objects.listed
+        monkeypatch.setattr(shared.stored.objects, "put", noted)
+        monkeypatch.setattr(shared.stored.objects, "listed", noted_listing)
         shared.start()
         await written(kv)
     assert {name for name in put if "/manifests/" in name} == {f"{TENANT}/manifests/{last.cache_ref}"}
@@ -222,7 +222,7 @@ async def test_contexts_are_written_before_what_is_kept_and_while_it_is(pod, mon
     async with pod("a") as kv:
         shared = kv.sidecar.shared
         await shared.close()
-        wrote, put, begun, may_go_on = [], shared._objects.put, asyncio.Event(), asyncio.Event()
+        wrote, put, begun, may_go_on = [], shared.stored.objects.put, asyncio.Event(), asyncio.Event()
 
         async def slow(name, data):
             if "/manifests/" in name:
@@ -232,7 +232,7 @@ async def test_contexts_are_written_before_what_is_kept_and_while_it_is(pod, mon
                 await may_go_on.wait()
             await put(name, data)
 
-        monkeypatch.setattr(shared._objects, "put", slow)
+        monkeypatch.setattr(shared.stored.objects, "put", slow)
         kept = [await kv.save(SAID, session_id=OTHER), await kv.save((*SAID[:4], 50), session_id=GROUP)]
         contexts = [await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")]
         shared.start()
@@ -317,7 +317,7 @@ async def test_a_delete_returns_when_the_writer_has_ended_and_leaves_nothing(pod
             await kv.save(SAID[:10], session_id=GROUP)
             await written(kv)
         call = "put" if writer == "writes it" else "delete"
-        async with held_up(kv.sidecar.shared._objects, call, "/blocks/", monkeypatch) as begun:
+        async with held_up(kv.sidecar.shared.stored.objects, call, "/blocks/", monkeypatch) as begun:
             await kv.save(SAID, session_id=GROUP)
             await begun.wait()
             delete = asyncio.create_task(kv.sidecar.delete(TENANT, GROUP, []))
@@ -332,7 +332,7 @@ async def test_a_delete_that_its_caller_does_not_wait_for_is_carried_out(pod, tm
     async with pod("a") as kv:
         await kv.save(SAID, session_id=GROUP)
         await written(kv)
-        async with held_up(kv.sidecar.shared._objects, "delete", "/manifests/", monkeypatch) as begun:
+        async with held_up(kv.sidecar.shared.stored.objects, "delete", "/manifests/", monkeypatch) as begun:
             delete = asyncio.create_task(kv.sidecar.delete(TENANT, GROUP, []))
             await begun.wait()
             delete.cancel()
@@ -344,7 +344,7 @@ async def test_a_delete_that_its_caller_does_not_wait_for_is_carried_out(pod, tm
 @asynccontextmanager
 async def half_written(kv: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """Save a conversation, and hold on where a part of it is in the store and a context is written instead."""
-    put, begun, may_go_on = kv.sidecar.shared._objects.put, asyncio.Event(), asyncio.Event()
+    put, begun, may_go_on = kv.sidecar.shared.stored.objects.put, asyncio.Event(), asyncio.Event()
     gave_way, may_end = asyncio.Event(), asyncio.Event()
 
     async def slow(name: str, data: Any) -> None:
@@ -356,7 +356,7 @@ async def half_written(kv: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch) ->
             await may_end.wait()
         await put(name, data)
 
-    monkeypatch.setattr(kv.sidecar.shared._objects, "put", slow)
+    monkeypatch.setattr(kv.sidecar.shared.stored.objects, "put", slow)
     await kv.save(SAID, session_id=GROUP)
     await begun.wait()
     await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")
@@ -373,7 +373,7 @@ async def test_a_delete_of_what_is_half_written_leaves_nothing_of_it(pod, tmp_pa
             assert [name for name in objects(tmp_path) if name.endswith(GROUP)]
             await kv.sidecar.delete(TENANT, GROUP, [])
         assert kinds(tmp_path) == {"blocks": 2, "holders": 2, "sessions": 1, "manifests": 1}  # the context's
-        assert len(kv.sidecar.shared._known) == 2
+        assert len(kv.sidecar.shared.stored.known) == 2
 
 
 async def test_what_was_half_written_when_a_context_came_is_whole_though_it_was_collected(pod, tmp_path, monkeypatch):
@@ -383,7 +383,7 @@ async def test_what_was_half_written_when_a_context_came_is_whole_though_it_was_
             assert gone
             for path in gone:
                 path.unlink()
-        assert len(kv.sidecar.shared._known) == 8
+        assert len(kv.sidecar.shared.stored.known) == 8
     assert kinds(tmp_path) == {"blocks": 8, "holders": 8, "sessions": 2, "manifests": 2}
 
 
@@ -399,7 +399,7 @@ async def test_what_was_deleted_while_the_store_was_away_is_not_found_again_and_
     async with pod("b") as kv:
         clock.advance(s=60)
         monkeypatch.setattr(writer, "BACKOFF_S", 60.0)
-        kv.sidecar.shared._objects.delete = fail
+        kv.sidecar.shared.stored.objects.delete = fail
         await kv.sidecar.delete(TENANT, GROUP, [])
         assert await find(kv, (*SAID, 30, 31, 32, 33, 34)) == []
         assert kinds(tmp_path)["manifests"] == 1
@@ -417,16 +417,16 @@ async def test_a_delete_that_waits_for_the_store_is_not_lost_for_turns_that_come
     async with pod("a", queue_max=2) as kv:
         await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")
         await written(kv)
-        shared, delete = kv.sidecar.shared, kv.sidecar.shared._objects.delete
+        shared, delete = kv.sidecar.shared, kv.sidecar.shared.stored.objects.delete
         await shared.close()
-        shared._objects.delete = fail
+        shared.stored.objects.delete = fail
         await kv.sidecar.delete(TENANT, "ctx_1", [])
         for number, group in enumerate((GROUP, OTHER, f"{KEPT_PREFIX}3")):
             for end in (5, 10, 14, 18):
                 await kv.save((100 + number, *SAID[:end]), session_id=group)
         assert len(shared._untidy) == 2
         assert [name for name in objects(tmp_path) if "ctx_1" in name]
-        shared._objects.delete = delete
+        shared.stored.objects.delete = delete
         shared.start()
         await written(kv)
     assert not [name for name in objects(tmp_path) if "ctx_1" in name]

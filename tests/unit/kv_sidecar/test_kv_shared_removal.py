@@ -203,7 +203,7 @@ async def test_a_removal_cut_short_after_its_manifest_leaves_nothing_when_it_is_
         new = await kv.save(tuple(range(30)), session_id="ctx_1")
         await written(kv)
     async with pod("b") as kv:
-        store = kv.sidecar.shared._objects
+        store = kv.sidecar.shared.stored.objects
         if how == "refused":
             refusing(store, "delete", monkeypatch, "/holders/")
             await kv.sidecar.delete(TENANT, "ctx_1", [new.cache_ref])
@@ -228,7 +228,7 @@ async def test_a_delete_that_is_tried_again_leaves_what_was_made_anew_under_the_
         old = await kv.save(TEN, session_id="my-chat")
         await written(kv)
         clock.advance(ms=round(time.time() * 1000) - clock.now_ms())
-        refusing(kv.sidecar.shared._objects, refused, monkeypatch)
+        refusing(kv.sidecar.shared.stored.objects, refused, monkeypatch)
         await kv.sidecar.delete(TENANT, "my-chat", [old.cache_ref])
         # The store's clock is the real one, and goes on.
         await until(lambda: time.time() * 1000 > clock.now_ms() + 1, what="it is later")
@@ -250,7 +250,7 @@ async def test_a_delete_that_is_tried_again_leaves_what_was_made_anew_under_the_
 async def test_a_delete_that_waits_for_the_writer_leaves_what_is_made_anew_meanwhile(pod, tmp_path, clock, monkeypatch):
     async with pod("a") as kv:
         shared = kv.sidecar.shared
-        held, find = Held(shared._objects, "put", "/blocks/"), shared.stored._find
+        held, find = Held(shared.stored.objects, "put", "/blocks/"), shared.stored._find
         old = await kv.save(TEN, session_id="my-chat")
         await held.has_come.wait()
         delete = asyncio.create_task(kv.sidecar.delete(TENANT, "my-chat", [old.cache_ref]))
@@ -273,7 +273,7 @@ async def test_a_tidying_cut_short_after_a_manifest_leaves_nothing_when_it_is_tr
     async with pod("a") as kv:
         await kv.save(TEN, session_id=GROUP)
         await written(kv)
-        refusing(kv.sidecar.shared._objects, "delete", monkeypatch, "/holders/")
+        refusing(kv.sidecar.shared.stored.objects, "delete", monkeypatch, "/holders/")
         new = await kv.save((*TEN, *range(20, 30)), session_id=GROUP)
         await until(lambda: manifests(tmp_path) == {new.cache_ref}, what="the shorter one's manifest has gone")
         monkeypatch.undo()
@@ -310,7 +310,7 @@ async def test_the_end_of_a_pod_removes_what_the_store_did_not_take(pod, tmp_pat
         new = await kv.save(TEN, session_id="ctx_1")
         await written(kv)
         await kv.sidecar.shared.close()
-        refusing(kv.sidecar.shared._objects, "delete", monkeypatch)
+        refusing(kv.sidecar.shared.stored.objects, "delete", monkeypatch)
         await kv.sidecar.delete(TENANT, "ctx_1", [new.cache_ref])
         monkeypatch.undo()
         kv.sidecar.shared.start()
@@ -324,7 +324,7 @@ async def test_a_turn_dropped_while_it_is_written_leaves_what_its_context_had_be
         await kv.save(TEN[:5], session_id="ctx_1")
         await written(kv)
         before = objects(tmp_path)
-        held = Held(kv.sidecar.shared._objects, "put", "/blocks/")
+        held = Held(kv.sidecar.shared.stored.objects, "put", "/blocks/")
         new = await kv.save((*TEN[:5], *range(50, 70)), session_id="ctx_1")
         await held.has_come.wait()
         delete = asyncio.create_task(kv.sidecar.delete(TENANT, "", [new.cache_ref]))
@@ -341,7 +341,7 @@ async def test_a_turn_that_goes_here_while_it_is_written_leaves_what_its_context
         await kv.save(TEN[:5], session_id="ctx_1")
         await written(kv)
         before = objects(tmp_path)
-        held = Held(kv.sidecar.shared._objects, "put", "/blocks/")
+        held = Held(kv.sidecar.shared.stored.objects, "put", "/blocks/")
         new = await kv.save((*TEN[:5], *range(50, 90)), session_id="ctx_1")
         await held.has_come.wait()
         await kv.catalog.drop([kv.catalog.manifests.get(new.cache_ref)])
@@ -354,10 +354,10 @@ async def test_a_turn_that_goes_here_while_it_is_written_leaves_what_its_context
 async def test_kv_dropped_when_it_is_half_written_and_waits_again_leaves_nothing(pod, tmp_path):
     async with pod("a") as kv:
         shared = kv.sidecar.shared
-        held = Held(shared._objects, "put", "/holders/")
+        held = Held(shared.stored.objects, "put", "/holders/")
         new = await kv.save(tuple(range(40)), session_id=GROUP)
         await held.has_come.wait()
-        last = Held(shared._objects, "put", "ctx_1")
+        last = Held(shared.stored.objects, "put", "ctx_1")
         await kv.save(tuple(range(100, 105)), session_id="ctx_1")
         held.may_go_on.set()
         await last.has_come.wait()
@@ -372,7 +372,7 @@ async def test_a_dropped_turn_does_not_wait_for_another_of_its_context_that_is_w
     async with pod("a") as kv:
         old = await kv.save(TEN[:5], session_id="ctx_1")
         await written(kv)
-        held = Held(kv.sidecar.shared._objects, "put", "/blocks/")
+        held = Held(kv.sidecar.shared.stored.objects, "put", "/blocks/")
         new = await kv.save(TEN, session_id="ctx_1")
         await held.has_come.wait()
         await kv.sidecar.shared.delete(TENANT, "ctx_1", [old.cache_ref], is_whole=False)
@@ -389,7 +389,7 @@ async def test_a_use_that_is_noted_beside_a_delete_leaves_nothing(pod, tmp_path)
     async with pod("a") as kv:
         new = await kv.save(TEN, session_id="ctx_1")
         await written(kv)
-        held = Held(kv.sidecar.shared._objects, "put", "/sessions/")
+        held = Held(kv.sidecar.shared.stored.objects, "put", "/sessions/")
         kv.sidecar.shared.note_use(TENANT, "ctx_1", new.cache_ref)
         await held.has_come.wait()
         delete = asyncio.create_task(kv.sidecar.delete(TENANT, "ctx_1", [new.cache_ref]))
@@ -431,7 +431,7 @@ async def test_a_context_that_is_being_written_does_not_leave_the_store(pod, tmp
         await kv.save(TEN, session_id="ctx_1")
         await written(kv)
         refs = manifests(tmp_path)
-        held = Held(kv.sidecar.shared._objects, "put", "/blocks/")
+        held = Held(kv.sidecar.shared.stored.objects, "put", "/blocks/")
         await kv.save((*TEN, *range(20, 30)), session_id="ctx_1")
         await held.has_come.wait()
         listing = StoredSession(refs, set(), round(time.time() * 1000) + 1000)
@@ -457,7 +457,10 @@ async def test_a_turn_written_while_its_context_leaves_the_store_is_whole_there_
     async with pod("a") as kv, pod("b") as other, pod("c") as third:
         listing = await listing_of(kv, tmp_path)
         shared = (kv if where == "a" else other).sidecar.shared
-        leaves, comes = Held(shared._objects, "delete", "/manifests/"), Held(kv.sidecar.shared._objects, "put", part)
+        leaves, comes = (
+            Held(shared.stored.objects, "delete", "/manifests/"),
+            Held(kv.sidecar.shared.stored.objects, "put", part),
+        )
         evict = asyncio.create_task(shared.evict(TENANT, "ctx_1", listing))
         await leaves.has_come.wait()
         new = await kv.save((*TEN, *range(20, 30)), session_id="ctx_1")
@@ -466,8 +469,8 @@ async def test_a_turn_written_while_its_context_leaves_the_store_is_whole_there_
         await evict
         comes.may_go_on.set()
         await written(kv)
-        known = kv.sidecar.shared._known
-        assert len(known) == len(known.names((TENANT, "ctx_1")))
+        known = kv.sidecar.shared.stored.known
+        assert len(known) == len(known.of((TENANT, "ctx_1")).blocks)
         await brought(third, new.cache_ref)
         assert await third.load(new) == ["object"] * 5
 
@@ -477,7 +480,7 @@ async def test_a_context_written_between_the_blocks_that_leave_is_whole_with_its
     async with pod("a") as kv, pod("b") as other, pod("c") as third:
         listing = await listing_of(kv, tmp_path)
         shared = (kv if where == "a" else other).sidecar.shared
-        leaves = Held(shared._objects, "delete", "/holders/")
+        leaves = Held(shared.stored.objects, "delete", "/holders/")
         evict = asyncio.create_task(shared.evict(TENANT, "ctx_1", listing))
         await leaves.has_come.wait()
         new = await kv.save((*TEN, *range(20, 30)), session_id="ctx_1")
@@ -498,7 +501,7 @@ async def test_nothing_is_remembered_of_contexts_that_are_gone(pod):
             new = await kv.save(TEN, session_id=f"ctx_{number}")
             await written(kv)
             await kv.sidecar.delete(TENANT, new.session_id, [new.cache_ref])
-        assert (len(kv.sidecar.shared._known._sessions), len(kv.sidecar.shared._known)) == (0, 0)
+        assert (len(kv.sidecar.shared.stored.known._sessions), len(kv.sidecar.shared.stored.known)) == (0, 0)
 
 
 @given(
@@ -511,9 +514,14 @@ async def test_nothing_is_remembered_of_contexts_that_are_gone(pod):
 def test_what_is_known_is_counted_right_whatever_comes_between(steps):
     known = KnownBlocks(max_blocks=5)
     for step, session, name in steps:
-        getattr(known, step)((TENANT, session), *[f"{name}"] * (step in {"begin", "trust", "discard"}))
+        if step == "trust":
+            known.of((TENANT, session)).trust(f"{name}")
+        elif step == "doubt":
+            known.of((TENANT, session)).doubt()
+        else:
+            getattr(known, step)((TENANT, session), *[f"{name}"] * (step != "forget"))
 
-    names = {session: known.names((TENANT, session)) for session in "ab"}
+    names = {session: known.of((TENANT, session)).blocks for session in "ab"}
     assert len(known) == sum(map(len, names.values())) <= 5
     assert len(known._sessions) == sum(map(bool, names.values()))
 
@@ -524,10 +532,10 @@ def test_a_block_that_was_let_go_of_while_it_was_written_is_not_trusted():
         known.begin(session, name)
     known.discard(session, "a")
     for name in "ab":
-        known.trust(session, name)
+        known.of(session).trust(name)
 
-    assert known.is_trusted(session, "b")
-    assert not known.is_trusted(session, "ab")
+    assert known.of(session).is_trusted("b")
+    assert not known.of(session).is_trusted("ab")
 
 
 async def test_a_directory_has_no_empty_directories_of_contexts_that_are_gone(pod, tmp_path):
@@ -575,7 +583,7 @@ async def test_a_pass_compares_no_object_of_a_listing_with_all_others(pod, clock
         for number in range(5):
             await kv.save(TEN, session_id=f"ctx_{number}")
         await written(kv)
-        store = kv.sidecar.shared._objects
+        store = kv.sidecar.shared.stored.objects
         for number in range(5, 10):
             await store.put(f"{TENANT}/sessions/ctx_{number}/ref_{number:032x}", b"")
             await store.put(f"{TENANT}/holders/nothing/ctx_{number}", b"")
@@ -598,7 +606,7 @@ async def test_what_is_here_is_collected_while_the_store_takes_its_time(pod, tmp
     async with pod("a") as kv:
         await kv.save(TEN, session_id="ctx_1")
         await written(kv)
-        held = Held(kv.sidecar.shared._objects, "head", COLLECTOR)
+        held = Held(kv.sidecar.shared.stored.objects, "head", COLLECTOR)
         kv.sidecar.collector.start()
         await held.has_come.wait()
         clock.advance(s=2 * HOUR_S)
