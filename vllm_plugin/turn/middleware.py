@@ -61,7 +61,7 @@ from contextcache.wire.rpc import cause_of
 from contextcache.wire.tracing import TRACEPARENT
 from vllm_plugin.turn.admission import BodyQueue, TurnAdmission
 from vllm_plugin.turn.answer.anthropic import Anthropic
-from vllm_plugin.turn.answer.dialect import Dialect
+from vllm_plugin.turn.answer.chat import Dialect
 from vllm_plugin.turn.answer.events import UNBUFFERED, begins_stream
 from vllm_plugin.turn.answer.keep_alive import KeepAlive, read_keep_alive
 from vllm_plugin.turn.answer.responses import Responses

@@ -49,8 +49,8 @@ from contextcache.names import new_cache_ref
 from contextcache.process.crash_points import crash_point
 from contextcache.responses import Labels
 from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
+from vllm_plugin.turn.answer.chat import Dialect
 from vllm_plugin.turn.answer.delivery import Delivery
-from vllm_plugin.turn.answer.dialect import Dialect
 from vllm_plugin.turn.answer.keep_alive import KeepAlive
 from vllm_plugin.turn.answer.repeats import give_again
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN

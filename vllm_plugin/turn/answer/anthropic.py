@@ -21,8 +21,7 @@ from typing_extensions import override
 from contextcache.errors import EngineFailed, InvalidRequest, error_object
 from contextcache.fields import OUR_FIELDS
 from contextcache.model import SessionId, UsageFormat
-from vllm_plugin.turn.answer.chat import JsonAnswer, SseAnswer
-from vllm_plugin.turn.answer.dialect import Dialect
+from vllm_plugin.turn.answer.chat import Dialect, JsonAnswer, SseAnswer
 from vllm_plugin.turn.answer.events import Event, EventSplitter
 from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_turn
@@ -93,14 +92,11 @@ class _WholeMessage(JsonAnswer):
         self._message: dict[str, Any] = {}
 
     @override
-    def complete(self) -> None:
-        """Read the body and tell it anew: nothing is committed that cannot be told."""
-        super().complete()
-        try:
-            told = _types(self._serving).ChatCompletionResponse.model_validate(self._stripped())
-            self._message = self._serving.messages_full_converter(told).model_dump(exclude_none=True)
-        except (ValueError, LookupError) as exc:
-            raise EngineFailed("the engine's answer is not a message") from exc
+    def read(self) -> None:
+        """Read the answer and tell it anew: nothing is committed that cannot be told."""
+        super().read()
+        told = _types(self._serving).ChatCompletionResponse.model_validate(self._stripped())
+        self._message = self._serving.messages_full_converter(told).model_dump(exclude_none=True)
 
     @override
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:

@@ -8,12 +8,17 @@ the client did not ask for.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from contextcache.errors import ContextCacheError, EngineFailed, NoReadyEndpoint
+from contextcache.model import SessionId, UsageFormat
 from vllm_plugin.turn.answer.events import Event, EventSplitter
-from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest
+from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_turn
+
+if TYPE_CHECKING:
+    from vllm_plugin.turn.turn import Turn
 
 _DONE = b"[DONE]"
 _ANSWER_BYTES_MAX = 256 << 20
@@ -77,15 +82,12 @@ class AnswerResult:
         part = choice.get("message") or choice.get("delta") or {}
         self.text += choice.get("text") or part.get("content") or ""
         for call in part.get("tool_calls") or []:
-            self._take_tool_call(call)
+            self.take_call(call)
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         self.stop_reason = choice.get("stop_reason") if choice.get("finish_reason") else self.stop_reason
 
-    def add_call(self, call_id: str, name: str, arguments: str) -> None:
-        """Take a tool call that came whole."""
-        self._take_tool_call({"id": call_id, "function": {"name": name, "arguments": arguments}})
-
-    def _take_tool_call(self, call: dict[str, Any]) -> None:
+    def take_call(self, call: dict[str, Any]) -> None:
+        """Read a tool call, or the next part of one, in a chat's form."""
         index = call.get("index", len(self.tool_calls))
         if not 0 <= index < _TOOL_CALLS_MAX:
             raise ValueError(index)
@@ -144,6 +146,8 @@ def _settle_result(result: AnswerResult, request: TurnRequest) -> None:
 class JsonAnswer:
     """A whole answer in one body."""
 
+    noun: ClassVar[str] = "answer"
+
     def __init__(self, request: TurnRequest) -> None:
         self._request = request
         self._body = bytearray()
@@ -161,15 +165,19 @@ class JsonAnswer:
         """Read the body. Raises EngineFailed when it is not an answer, NoReadyEndpoint when the engine gave it up."""
         try:
             self._answer = json.loads(bytes(self._body))
-            choice = _only(self._answer["choices"])
-            self.result.take_choice(choice)
-            self.result.take_usage(self._answer["usage"])
-            if isinstance(told := self._answer.get("kv_transfer_params"), dict):
-                self.result.kv_transfer = told
-            if self._request.prefill_only:
-                _without_output(choice)
+            self.read()
         except UNREADABLE as exc:
-            raise EngineFailed("the engine's answer is not valid") from exc
+            raise EngineFailed(f"the engine's {self.noun} is not valid") from exc
+
+    def read(self) -> None:
+        """Read the transcript's part of the whole answer. Raises what JSON of another shape does."""
+        choice = _only(self._answer["choices"])
+        self.result.take_choice(choice)
+        self.result.take_usage(self._answer["usage"])
+        if isinstance(told := self._answer.get("kv_transfer_params"), dict):
+            self.result.kv_transfer = told
+        if self._request.prefill_only:
+            _without_output(choice)
         self.result.check_finished()
         _settle_result(self.result, self._request)
 
@@ -239,12 +247,12 @@ class SseAnswer:
         events = list(self._finish_events)
         if self._request.wants_usage_chunk and self._usage_event is not None:
             events.append(self._usage_event)
-        whole = (*(_json(event) for event in events), _DONE)
+        whole = (*(compact_json(event) for event in events), _DONE)
         return [Event(b"", b"").with_data(data) for data in whole]
 
     def passing(self, event: Event, answer: dict[str, Any]) -> bytes:
         """Return the client's bytes of an event before the last ones."""
-        return event.with_data(_json(answer))
+        return event.with_data(compact_json(answer))
 
     def failing(self, event: Event) -> bytes:
         """Return the client's bytes of an error in the stream."""
@@ -272,7 +280,7 @@ class SseAnswer:
             self.result.take_usage(answer["usage"])
         choices = answer.get("choices") or []
         if not choices:
-            self._hold(event)
+            self.hold(event)
             self._usage_event = answer
             return b""
         choice = _only(choices)
@@ -283,7 +291,7 @@ class SseAnswer:
         if self._request.prefill_only:
             _without_output(choice)
         if finished or self._finish_events:
-            self._hold(event)
+            self.hold(event)
             self._finish_events.append(answer)
             return b""
         if self._request.prefill_only:
@@ -293,7 +301,8 @@ class SseAnswer:
             return b""
         return self.passing(event, answer)
 
-    def _hold(self, event: Event) -> None:
+    def hold(self, event: Event) -> None:
+        """Count an event that waits. Raises EngineFailed for more than an answer can have."""
         self._held_bytes += len(event.raw)
         if self._held_bytes > _ANSWER_BYTES_MAX:
             raise EngineFailed("the engine's stream has no end")
@@ -308,8 +317,37 @@ class SseAnswer:
         )
 
 
-def _json(answer: dict[str, Any]) -> bytes:
+def compact_json(answer: dict[str, Any]) -> bytes:
+    """Return an event's data in UTF-8."""
     try:
         return json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half a surrogate pair is no UTF-8: written as it came, escaped
         return json.dumps(answer, separators=(",", ":")).encode()
+
+
+class Dialect:
+    """Dialect of a route: this one is the engine's own, of completions and chats. The others extend it.
+
+    It translates a request into a turn, the turn into the engine's request, and its answer into the client's.
+    """
+
+    def turn(
+        self,
+        path: str,
+        body: dict[str, Any],
+        headers: Mapping[str, str],
+        raw: bytes,  # noqa: ARG002  # the others read it
+        named: SessionId | None,  # noqa: ARG002  # the others read it
+    ) -> TurnRequest:
+        """Check a request, `raw` as it came, of the context it was routed for. Raises InvalidRequest."""
+        return read_turn(path, body, headers)
+
+    def asking(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the engine's path and body, from those of a completion or a chat."""
+        return path, body
+
+    def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:
+        """Return a reader of the engine's answer that writes the client's."""
+        if not turn.request.stream:
+            return JsonAnswer(turn.request)
+        return SseAnswer(turn.request, counts_whole_prompt=turn.usage is UsageFormat.OPENAI)

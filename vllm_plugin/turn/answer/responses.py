@@ -25,8 +25,7 @@ from contextcache.errors import EngineFailed, InvalidRequest
 from contextcache.fields import OUR_FIELDS
 from contextcache.model import ContextMode, SessionId, UsageFormat
 from contextcache.responses import RESPONSE_FIELDS, continued_by, response_id
-from vllm_plugin.turn.answer.chat import UNREADABLE, AnswerResult, JsonAnswer, SseAnswer
-from vllm_plugin.turn.answer.dialect import Dialect
+from vllm_plugin.turn.answer.chat import AnswerResult, Dialect, JsonAnswer, SseAnswer, compact_json
 from vllm_plugin.turn.answer.events import Event
 from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.prompt.request import CHAT_PATH, NEVER_FROM_CLIENTS, TurnRequest, read_turn
@@ -240,17 +239,15 @@ class _Told:
 class _WholeResponse(JsonAnswer):
     """A response in one body."""
 
+    noun: ClassVar[str] = "response"
+
     def __init__(self, request: TurnRequest, told: _Told) -> None:
         super().__init__(request)
         self._told = told
 
     @override
-    def complete(self) -> None:
-        try:
-            self._answer = json.loads(bytes(self._body))
-            self._told.read(self._answer, self.result)
-        except UNREADABLE as exc:
-            raise EngineFailed("the engine's response is not valid") from exc
+    def read(self) -> None:
+        self._told.read(self._answer, self.result)
 
     @override
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
@@ -271,48 +268,57 @@ class _ResponseStream(SseAnswer):
     def __init__(self, request: TurnRequest, told: _Told) -> None:
         super().__init__(request)
         self._told = told
-        self._early = b""
+        self._early: list[bytes] = []
         self._last: Event | None = None
         self._whole: dict[str, Any] = {}
 
     @override
     def failing(self, event: Event) -> bytes:
         self.result.error = True
-        return self._early + event.raw
+        return self._after_early(event.raw)
 
     @override
     def complete(self) -> None:
-        if self.result.error:
-            return
-        if self._last is None:
+        if self._last is None and not self.result.error:
             raise EngineFailed("the engine's stream broke")
-        try:
-            self._told.read(self._whole["response"], self.result)
-        except UNREADABLE as exc:
-            raise EngineFailed("the engine's response is not valid") from exc
 
     @override
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
         assert self._last is not None
         response = self._told.closed(self._whole["response"], usage, session)
-        return self._early + self._last.with_data(_json({**self._whole, "response": response}))
+        return b"".join(self._early) + _with_response(self._last, self._whole, response)
 
     @override
     def _take_answer_event(self, event: Event, answer: dict[str, Any]) -> bytes:
         if self._last is not None:
             raise EngineFailed("the engine sent data after the end")
-        kind = answer["type"]
-        if kind in ("error", "response.failed"):
-            return self.failing(event)
-        if kind in ("response.completed", "response.incomplete"):
-            self._hold(event)
-            self._last, self._whole = event, answer
-            return b""
-        if kind in ("response.created", "response.in_progress"):
-            self._early += event.with_data(_json({**answer, "response": self._told.told(answer["response"])}))
-            return b""
-        early, self._early = self._early, b""
-        return early + event.raw
+        match answer["type"]:
+            case "response.created" | "response.in_progress":
+                self.hold(event)
+                self._early.append(_with_response(event, answer, self._told.told(answer["response"])))
+                return b""
+            case "response.completed" | "response.incomplete":
+                self.hold(event)
+                if not self.result.error:
+                    self._told.read(answer["response"], self.result)
+                self._last, self._whole = event, answer
+                return b""
+            case "response.failed":
+                self.result.error = True
+                return self._after_early(_with_response(event, answer, self._told.told(answer["response"])))
+            case "error":
+                return self.failing(event)
+            case _:
+                return self._after_early(event.raw)
+
+    def _after_early(self, told: bytes) -> bytes:
+        whole = b"".join((*self._early, told))
+        self._early.clear()
+        return whole
+
+
+def _with_response(event: Event, answer: dict[str, Any], response: dict[str, Any]) -> bytes:
+    return event.with_data(compact_json({**answer, "response": response}))
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,10 +354,11 @@ def _take_item(item: dict[str, Any], result: AnswerResult) -> None:
     if item["type"] == "message":
         result.text += "".join(part.get("text") or "" for part in item["content"])
     elif item["type"] == "function_call":
-        space = item.get("namespace")
-        result.add_call(item["call_id"], f"{space}__{item['name']}" if space else item["name"], item["arguments"])
+        name = f"{space}__{item['name']}" if (space := item.get("namespace")) else item["name"]
+        result.take_call({"id": item["call_id"], "function": {"name": name, "arguments": item["arguments"]}})
     elif item["type"] == "custom_tool_call":
-        result.add_call(item["call_id"], item["name"], json.dumps({"input": item["input"]}, ensure_ascii=False))
+        arguments = json.dumps({"input": item["input"]}, ensure_ascii=False)
+        result.take_call({"id": item["call_id"], "function": {"name": item["name"], "arguments": arguments}})
 
 
 def _item_ids(items: Any) -> frozenset[str]:
@@ -370,7 +377,3 @@ def _truncation(body: Mapping[str, Any]) -> Any:
         told = 'truncation must be {"type": "rolling_tokens", "tokens": …} with a context, not "auto"'
         raise InvalidRequest(told, param="truncation")
     return None if said == "disabled" else said
-
-
-def _json(event: dict[str, Any]) -> bytes:
-    return json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from contextcache.errors import StoreUnavailable
+from contextcache.errors import EngineFailed, StoreUnavailable
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
 from tests.kit.turn_bench import Pod
 from tests.kit.vllm_words import responses_state
+from vllm_plugin.turn.answer.responses import Responses
 
 PATH = "/v1/responses"
 STATE = responses_state()
@@ -261,3 +262,56 @@ async def test_an_engine_without_vllms_words_carries_no_contexts_here(tmp_path):
     refused = await begin(pod)
 
     assert (refused.status, refused.json["error"]["code"]) == (400, "invalid_request")
+
+
+def stream_reader():
+    """Return a reader of one turn's stream, without a pod."""
+    dialect = Responses.of({"app": SimpleNamespace(state=STATE)})
+    body = {"model": "m", "input": "Hi", "stream": True, "conversation": "mine"}
+    request = dialect.turn(PATH, body, {}, json.dumps(body).encode(), "mine")
+    session = SimpleNamespace(session_id="mine", generation=0)
+    return dialect.answer(SimpleNamespace(request=request, session=session, save_ref="ref"))
+
+
+def as_event(kind, **fields):
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), json.dumps({"type": kind, **fields}).encode())
+
+
+ENGINES = {"id": "resp_engine", "status": "failed", "output": [], "output_messages": [{"tokens": [7]}]}
+
+
+def test_a_response_that_failed_has_the_fields_of_one_that_is_whole():
+    """Seen to fail with the event passed as it came: it had the engine's id and the sampled ids."""
+    told = stream_reader().feed(as_event("response.failed", response=ENGINES | {"kv_transfer_params": {"a": 1}}))
+
+    (event,) = [json.loads(frame.split(b"data: ")[1]) for frame in told.split(b"\n\n") if frame]
+    assert event["response"]["id"] == "resp_1_mine"
+    assert not {"output_messages", "kv_transfer_params"} & set(event["response"])
+
+
+def test_an_error_before_a_failed_response_does_not_begin_the_stream_twice():
+    """Seen to fail with the early events told before each of them."""
+    answer = stream_reader()
+    stream = as_event("response.created", response=ENGINES | {"status": "in_progress"})
+    stream += as_event("error", message="boom", code="500") + as_event("response.failed", response=ENGINES)
+
+    assert answer.feed(stream).count(b"event: response.created") == 1
+    assert answer.result.error
+
+
+def test_half_a_surrogate_pair_passes_escaped_as_in_a_chat():
+    """Seen to fail: the event was no UTF-8."""
+    answer = stream_reader()
+
+    told = answer.feed(as_event("response.created", response=ENGINES | {"user": "\ud83d"}) + as_event("x"))
+
+    assert b"\\ud83d" in told
+    told.decode()
+
+
+def test_early_events_without_an_end_are_an_engine_that_failed(monkeypatch):
+    """Seen to fail with no bound on events that wait for the first token."""
+    monkeypatch.setattr("vllm_plugin.turn.answer.chat._ANSWER_BYTES_MAX", 1000)
+
+    with pytest.raises(EngineFailed, match="no end"):
+        stream_reader().feed(as_event("response.in_progress", response=ENGINES) * 20)
