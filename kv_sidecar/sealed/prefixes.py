@@ -47,11 +47,6 @@ class Beginning:
     is_plain: bool
     """Whether any number of its tokens can be gone on from; else perhaps only all of them."""
 
-    @property
-    def num_tokens(self) -> int:
-        """All of them."""
-        return len(self.chain) // ID_BYTES * self.block_tokens + len(self.tail) // TOKEN_BYTES
-
     def begins(self, manifest: Manifest) -> bool:
         """Return whether a context begins with, or is, all of this one."""
         tokens, whole = manifest.token_ids, len(self.chain) // ID_BYTES * self.block_tokens
