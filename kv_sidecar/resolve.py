@@ -27,16 +27,13 @@ from contextcache.model import CacheRef, Manifest, TenantId
 from contextcache.names import check_cache_refs, prompt_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.messages import value_of
-from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.format.ids import TOKEN_BYTES, pack_token_ids
 from kv_sidecar.format.manifest import restorable_tokens
 from kv_sidecar.moving.borrowing import Prefixes
-from kv_sidecar.moving.pulling import MAX_REFS, Pulls, Wanted
+from kv_sidecar.moving.pulling import MAX_REFS, Wanted
 from kv_sidecar.recent import Beginnings
 from kv_sidecar.refs import Phase
-from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.prefixes import Found, PrefixQuestion, common
-from kv_sidecar.store.writer import SharedTier
 
 REFS_MAX = 16
 WAIT_MS_MAX = 30_000
@@ -104,17 +101,11 @@ class Resolution:
 class Resolver:
     """Answers questions. Used from one event loop."""
 
-    def __init__(
-        self, catalog: ContextCatalog, pulls: Pulls, prefixes: Prefixes, shared: SharedTier | None, runtime: Runtime
-    ) -> None:
-        """`shared`: the tier under the disk; None: KV ends with its pod."""
-        self._catalog = catalog
-        self._pulls = pulls
-        self._prefixes = prefixes
-        self._shared = shared
-        self._clock = runtime.clock
-        self._threads = runtime.threads
-        self.beginnings = Beginnings(runtime.clock)
+    def __init__(self, prefixes: Prefixes) -> None:
+        self._prefixes, self._pulls = prefixes, prefixes.pulls
+        self._catalog = prefixes.pulls.catalog
+        self._clock = prefixes.pulls.runtime.clock
+        self.beginnings = Beginnings(self._clock)
 
     async def answer(self, question: pb.ResolveRequest) -> Resolution:
         """Return the KV that serves most of a prompt. Raises InvalidRequest."""
@@ -150,13 +141,13 @@ class Resolver:
             if not bring or is_deleted or not self.bring(tenant, [cache_ref]):
                 raise
             raise CacheRefPending("the KV is not sealed yet") from None
-        if self._shared is not None:
-            self._shared.note_use(tenant, manifest.session_id, cache_ref)
+        if self._pulls.shared is not None:
+            self._pulls.shared.note_use(tenant, manifest.session_id, cache_ref)
         return manifest
 
     def bring(self, tenant: TenantId, cache_refs: Sequence[CacheRef]) -> bool:
         """Begin to fetch KV that is not here from the shared store; return whether it may come."""
-        if self._shared is None or not cache_refs:
+        if self._pulls.shared is None or not cache_refs:
             return False
         return self._pulls.start(Wanted(tenant, tuple(cache_refs)[:MAX_REFS], peer="")).outcome == "started"
 
@@ -171,7 +162,7 @@ class Resolver:
             if named and isinstance(exc, CacheRefNotFound) and not isinstance(exc, CacheRefPending):
                 best.missing.append(cache_ref)
             return False
-        return await self._threads.run(best.take, manifest)
+        return await self._pulls.runtime.threads.run(best.take, manifest)
 
     async def _settled(
         self, question: pb.ResolveRequest, cache_ref: CacheRef, by_ms: int, began_at_ms: int, *, bring: bool

@@ -110,7 +110,7 @@ class Sidecar:
             None if self.shared is None else StoredPeer(self.shared, self._pull_slots),
         )
         self.prefixes = Prefixes(self.pulls)
-        self.resolver = Resolver(self.catalog, self.pulls, self.prefixes, self.shared, self.runtime)
+        self.resolver = Resolver(self.prefixes)
         self.reports = LoadReports(clock)
         self._questions = ManagerQuestions(settings.manager, tls=self.tls) if settings.manager and not manager else None
         self._manager = manager or self._questions
