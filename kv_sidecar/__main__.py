@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import stat
 from contextlib import AbstractAsyncContextManager, nullcontext
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -15,10 +13,10 @@ from contextcache.process.metrics import health_page, metrics_server
 from contextcache.process.run import run_part, settings_or_exit, wants_help
 from contextcache.wire.servers import GrpcServer
 from contextcache.wire.tracing import tracer_of
-from kv_sidecar.preconditions import unmet
 from kv_sidecar.server import serve
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.sidecar import Sidecar
+from kv_sidecar.tiers.arena import remove_stale_socket
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +31,8 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
     tracer = tracer_of(settings, part="sidecar", on_lost=sidecar.metrics.lost_spans.inc)
     await sidecar.open()
     sidecar.collector.start()
-    limits = (settings.memory_bytes(), settings.disk_limit_bytes)
-    for told in unmet(memory_bytes=limits[0], disk_limit_bytes=limits[1], data_dir=settings.data_dir):
-        log.warning(told)
+    for shortage in settings.shortages():
+        log.warning(shortage)
     try:
         if settings.unix_socket is not None:
             remove_stale_socket(settings.unix_socket)
@@ -66,13 +63,6 @@ def _metrics_served(
         return nullcontext()
     pages = {"/healthz": health_page(lambda: server.is_serving)}
     return metrics_server(settings.metrics_host, settings.metrics_port, registry=registry, pages=pages)
-
-
-def remove_stale_socket(path: Path) -> None:
-    """Remove the socket a killed process left. The lock on the data directory says that it is not alive."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
-        path.unlink()
 
 
 def main() -> None:

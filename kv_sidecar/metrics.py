@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter as Counted
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -214,16 +213,15 @@ class SidecarMetrics:
         for tier in TIERS:
             self.hits.labels(tier)
 
-    @contextmanager
-    def io(self, operation: Literal["read", "write", "check"], tier: str) -> Iterator[Callable[[int], None]]:
-        """Time the enclosed work on one block file; pass the yielded function its bytes. Thread-safe."""
+    def io(self, operation: Literal["read", "write", "check"], tier: str, size_bytes: int, began_s: float) -> None:
+        """Count work on one block file that began at `began_s`, by `time.perf_counter`. Thread-safe."""
+        took_s = time.perf_counter() - began_s
         counted = self._io.get((operation, tier))
         if counted is None:
             counted = self.io_bytes.labels(operation, tier), self.io_seconds.labels(operation, tier)
             self._io[operation, tier] = counted
-        began_s = time.perf_counter()
-        yield counted[0].inc
-        counted[1].observe(time.perf_counter() - began_s)
+        counted[0].inc(size_bytes)
+        counted[1].observe(took_s)
 
     def watch(self, tier: str, usage: Callable[[], TierUsage]) -> None:
         """Show the usage of a tier at each scrape."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
@@ -17,6 +19,8 @@ from kv_sidecar.store.writer import SharedLimits
 
 _CONTAINER = Path("/sys/fs/cgroup")
 """Files of this process's own container (cgroup v2)."""
+_PROCESS_BYTES = 512 << 20
+"""Memory beside the arena: the process, blocks on their way to a shared store, a block for each thread and stream."""
 
 
 class SidecarSettings(TlsSettings, TracingSettings):
@@ -171,11 +175,22 @@ class SidecarSettings(TlsSettings, TracingSettings):
         """Return the size of the memory tier."""
         if self.memory_limit_bytes is not None:
             return self.memory_limit_bytes
-        try:
-            limit = (_CONTAINER / "memory.max").read_text().strip()
-        except OSError:
-            limit = "max"
-        return int(limit) // 4 if limit.isdecimal() else 1 << 30
+        return 1 << 30 if (limit_bytes := _container_bytes()) is None else limit_bytes // 4
+
+    def shortages(self) -> Iterator[str]:
+        """Yield a warning for each limit of the container that is too small. An operator may raise it later."""
+        limit_bytes, wanted_bytes = _container_bytes(), self.memory_bytes() + _PROCESS_BYTES
+        if limit_bytes is not None and limit_bytes < wanted_bytes:
+            yield (
+                f"the kernel may kill the container: its memory limit is {limit_bytes} bytes, "
+                f"arena and process need {wanted_bytes}"
+            )
+        size_bytes = shutil.disk_usage(self.data_dir).total
+        if size_bytes < self.disk_limit_bytes:
+            yield (
+                "the disk fills before its limit, and saves then fail: SIDECAR_DISK_LIMIT_BYTES is "
+                f"{self.disk_limit_bytes}, the filesystem of SIDECAR_DATA_DIR has {size_bytes} bytes"
+            )
 
     def limits(self) -> CatalogLimits:
         """Return the bounds of the catalog."""
@@ -202,3 +217,12 @@ class SidecarSettings(TlsSettings, TracingSettings):
     def pull_limits(self) -> PullLimits:
         """Return the bounds of pulls."""
         return PullLimits(block_tokens=self.block_tokens)
+
+
+def _container_bytes() -> int | None:
+    """Return the memory limit of this container; None: it has none."""
+    try:
+        limit = (_CONTAINER / "memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(limit) if limit.isdecimal() else None

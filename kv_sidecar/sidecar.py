@@ -191,7 +191,7 @@ class Sidecar:
         """
         removed = self._learn(await self.catalog.collect()).removed
         before_ms = self.runtime.clock.now_ms() - LEFTOVER_S * 1000
-        await self.threads.run(self.directory.remove_leftovers, before_ms=before_ms)
+        await self.threads.run(self.directory.remove_leftovers, before_ms)
         self.reports.forget_old()
         if self._orphans is not None:
             orphans = await self._orphans.find([it for it in self.catalog.manifests if not it.is_kept])

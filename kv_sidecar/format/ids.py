@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
+from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -72,7 +74,6 @@ def fan_out(name: str) -> str:
 
 DOMAIN = b"context-cache block 1\n"
 """First bytes hashed: another version of the chain starts with other bytes."""
-_MAX_TOKEN_ID = 2**32 - 1
 TOKEN_BYTES = 4
 """Bytes of a packed token id."""
 
@@ -113,10 +114,10 @@ def chain_packed(
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Return token ids as unsigned 32-bit little-endian integers. Raises OverflowError when one does not fit."""
-    ids = np.fromiter(token_ids, np.int64, len(token_ids))
-    if len(ids) and not 0 <= ids.min() <= ids.max() <= _MAX_TOKEN_ID:
-        raise OverflowError("a token id must fit into 32 bits")
-    return ids.astype("<u4").tobytes()
+    ids = array("I", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
 
 
 def unpack_token_ids(raw: bytes) -> tuple[int, ...]:

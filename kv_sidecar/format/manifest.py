@@ -187,10 +187,7 @@ def num_files(manifest: Manifest) -> int:
 
 def block_key(manifest: Manifest, block_index: int, rank: int) -> BlockKey:
     """Return where the file at a position belongs."""
-    return _key(manifest, manifest.files[block_index], rank)
-
-
-def _key(manifest: Manifest, file: KVFile, rank: int) -> BlockKey:
+    file = manifest.files[block_index]
     return file_key(file, manifest.groups[file.group].digest, rank)
 
 
@@ -221,7 +218,8 @@ def block_checksum(manifest: Manifest, block_index: int, rank: int) -> str:
 
 def rank_keys(manifest: Manifest, rank: int) -> tuple[BlockKey, ...]:
     """Return the keys of all files of one rank, in order."""
-    return tuple(_key(manifest, file, rank) for file in manifest.files)
+    digests = [group.digest for group in manifest.groups]
+    return tuple([file_key(file, digests[file.group], rank) for file in manifest.files])
 
 
 def all_keys(manifest: Manifest) -> tuple[BlockKey, ...]:

@@ -312,7 +312,7 @@ class Manifests:
         best: Sequence[Found] = ()
         if sizes and question.num_tokens >= question.tokens_min:
             prompt = await self._threads.run(
-                prompt_of, question.tenant, question.fingerprint, question.token_ids, sizes=sizes
+                lambda: prompt_of(question.tenant, question.fingerprint, question.token_ids, sizes=sizes)
             )
             best = await self._readable(question, prompt, lose)
         for one in best:

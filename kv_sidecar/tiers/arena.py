@@ -155,9 +155,7 @@ class ArenaDoor:
 
     def open(self) -> None:
         """Listen. Raises OSError when the address cannot be had."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists() and stat.S_ISSOCK(self._path.stat().st_mode):
-            self._path.unlink()  # a killed process's: the lock on the data directory says that it is not alive
+        remove_stale_socket(self._path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         listener.setblocking(False)
         listener.bind(str(self._path))
@@ -213,6 +211,13 @@ class ArenaDoor:
         finally:
             connection.close()
             self._on_gone(borrower)
+
+
+def remove_stale_socket(path: Path) -> None:
+    """Remove the socket of a killed process. The lock on the data directory says that it is not alive."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+        path.unlink()
 
 
 class MappedArena:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from contextcache.errors import CorruptBlock, SidecarUnavailable, StorageFull
+from contextcache.process.crash_points import VARIABLE
 from kv_sidecar.crash_points import at_step
 from kv_sidecar.tiers.store import Buffer
 
@@ -41,14 +42,15 @@ class DataDirectory:
     """`blocks/`, `tails/`, `manifests/`, `quarantine/` and `tmp/` under one root, owned by one process."""
 
     def __init__(
-        self, root: Path, *, step: Step = at_step, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
+        self, root: Path, *, step: Step | None = None, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
     ) -> None:
+        """`step`: None: a crash point where the process has any, else nothing."""
         self.root = root
         self._statvfs = statvfs
         self.tmp = root / "tmp"
         self._tmp = str(self.tmp)
         self.quarantine = root / "quarantine"
-        self._step = step
+        self._step = step or (at_step if VARIABLE in os.environ else lambda _: None)
         self._count_lock, self._clearing = threading.Lock(), threading.Lock()
         self.num_quarantined = 0
         """Files put aside since the start."""
@@ -167,7 +169,7 @@ class DataDirectory:
         for old in kept[:-MAX_QUARANTINED]:
             remove_whatever(old)
 
-    def remove_leftovers(self, *, before_ms: int) -> int:
+    def remove_leftovers(self, before_ms: int) -> int:
         """Remove unfinished and quarantined files last written before a Unix time in ms; return their bytes."""
         return remove_old(self.tmp, before_ms=before_ms) + remove_old(self.quarantine, before_ms=before_ms)
 
@@ -187,22 +189,14 @@ class DataDirectory:
             elif not directory.is_dir(follow_symlinks=False):
                 self.put_aside_or_leave(Path(directory.path))
             else:
-                files, others = self._files_of(Path(directory.path), is_ours)
-                found += files
-                strangers += others
-        return found, strangers
-
-    def _files_of(self, directory: Path, is_ours: Callable[[Path], bool]) -> tuple[list[Path], int]:
-        found: list[Path] = []
-        strangers = 0
-        for entry in entries(directory):
-            path = Path(entry.path)
-            if not is_ours(path):
-                strangers += 1
-            elif not entry.is_file(follow_symlinks=False):
-                self.put_aside_or_leave(path)
-            else:
-                found.append(path)
+                for entry in entries(Path(directory.path)):
+                    path = Path(entry.path)
+                    if not is_ours(path):
+                        strangers += 1
+                    elif entry.is_file(follow_symlinks=False):
+                        found.append(path)
+                    else:
+                        self.put_aside_or_leave(path)
         return found, strangers
 
     def put_aside_or_leave(self, path: Path) -> None:
@@ -260,17 +254,12 @@ def _modified_ns(path: Path) -> int:
 def _write_synced(path: str, data: Buffer) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
     try:
-        write_all(descriptor, data)
+        view = memoryview(data)
+        while view:  # one `write` takes at most 2 GiB and may take less
+            view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_all(descriptor: int, data: Buffer) -> None:
-    """Write all of `data`; one `write` takes at most 2 GiB and may take less."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _fsync_directory(path: Path | str) -> None:

@@ -7,6 +7,7 @@ Used from one event loop. Nothing survives a start; every block in memory is als
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -77,6 +78,9 @@ class Memory:
         """Names of the processes that see the region."""
         self.lent_bytes = 0
         """Bytes of slots that engines may be writing to."""
+        self._room = asyncio.Event()
+        self._num_waiting = 0
+        """Calls that wait for room."""
 
     @property
     def free_bytes(self) -> int:
@@ -126,6 +130,7 @@ class Memory:
                 self._drop_idle(slot)
         if self.region is not None:
             self.region.retire(slot.offset)
+        self._tell_of_room()
         return self._extents.give_back(slot.offset, slot.room_bytes)
 
     def pin(self, slot: Slot) -> None:
@@ -175,6 +180,19 @@ class Memory:
         self.borrowers.discard(borrower)
         self.give_back(borrower, list(self._lent))
 
+    async def more_room(self) -> None:
+        """Wait until a slot or the last pin of a slot is freed, which may make room."""
+        self._room.clear()
+        self._num_waiting += 1
+        try:
+            await self._room.wait()
+        finally:
+            self._num_waiting -= 1
+
+    def _tell_of_room(self) -> None:
+        if self._num_waiting:
+            self._room.set()
+
     def _end_loan(self, lent: LentSlot) -> Slot:
         del self._lent[lent.slot_id]
         self.lent_bytes -= lent.slot.size_bytes
@@ -183,6 +201,7 @@ class Memory:
     def _add_idle(self, slot: Slot) -> None:
         self._idle[slot] = None
         self._idle_bytes += slot.room_bytes
+        self._tell_of_room()
 
     def _drop_idle(self, slot: Slot) -> None:
         del self._idle[slot]

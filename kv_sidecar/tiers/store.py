@@ -6,7 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+from typing_extensions import TypeVarTuple, Unpack
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +17,7 @@ BLOCK_BYTES_MAX = 256 << 20
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
+Arguments = TypeVarTuple("Arguments")
 
 
 class IoThreads:
@@ -30,15 +32,13 @@ class IoThreads:
         self._writers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-write")
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    async def run(self, work: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
         """Run `work` in a thread. A cancelled caller stops waiting: begun work goes on, queued work is dropped."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: work(*args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work, *args)
 
-    async def write(
-        self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Result:
+    async def write(self, work: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
         """As `run`, for work that changes the disk."""
-        return await asyncio.get_running_loop().run_in_executor(self._writers, lambda: work(*args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(self._writers, work, *args)
 
     async def finish(self, steps: Coroutine[Any, Any, Result]) -> Result:
         """Run `steps` to their end even if the caller is cancelled: memory and disk then still say the same."""

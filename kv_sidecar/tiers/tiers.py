@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Literal, TypeAlias
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
@@ -19,7 +20,7 @@ from contextcache.model import Manifest
 from kv_sidecar.blocks import Block, Blocks, FileState
 from kv_sidecar.format.block_file import BlockMeta, check_head, parse_block_file, parse_head
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.format.manifest import block_checksum, block_key, block_meta, num_files
+from kv_sidecar.format.manifest import block_key, block_meta, num_files
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.tiers.disk import Disk
 from kv_sidecar.tiers.memory import Memory, Slot
@@ -33,6 +34,8 @@ _READS_AHEAD = 16
 """Files that the disk reads at the same time: fewer do not fill the queue of an NVMe drive."""
 _GROUPS_AHEAD = 1
 """Groups read ahead of the group that the engine copies."""
+_WAITING_MAX = 8
+"""Loads that wait for room at once: each of them holds a call and a lease."""
 _MISSING = "a block of this cache_ref is missing"
 
 TierName: TypeAlias = Literal["host", "disk", "peer", "object"]
@@ -71,16 +74,20 @@ class _Wanted:
 
     key: BlockKey
     manifest: Manifest
-    rank: int
     block_index: int
+    vouched: str
 
     @property
     def expected(self) -> BlockMeta:
-        return block_meta(self.manifest, self.block_index, self.rank)
+        return block_meta(self.manifest, self.block_index, self.key.rank)
 
-    @property
-    def vouched(self) -> str:
-        return block_checksum(self.manifest, self.block_index, self.rank)
+
+def _wanted(manifest: Manifest, rank: int, block_indices: Iterable[int]) -> list[_Wanted]:
+    first, vouched = rank * num_files(manifest), manifest.block_checksums
+    return [
+        _Wanted(block_key(manifest, index, rank), manifest, index, vouched[first + index] if vouched else "")
+        for index in block_indices
+    ]
 
 
 @dataclass(slots=True, eq=False)
@@ -117,8 +124,9 @@ class Tiers:
         self.memory = memory
         self._threads = runtime.threads
         self._metrics = runtime.metrics
-        self._hits = {tier: runtime.metrics.hits.labels(tier) for tier in ("host", "disk")}
         self._clock = runtime.clock
+        self._num_waiting = 0
+        """Loads that wait for room."""
 
     async def take_slots(self, files: Sequence[tuple[Slot, BlockMeta]]) -> int:
         """Verify files in slots that were handed over, copy them to disk and keep them in memory; return their bytes.
@@ -174,34 +182,73 @@ class Tiers:
             raise error
 
     async def fetch(
-        self, manifest: Manifest, rank: int, block_indices: Sequence[int], *, in_slots: bool, verify: bool = False
+        self,
+        manifest: Manifest,
+        rank: int,
+        block_indices: Sequence[int],
+        *,
+        in_slots: bool,
+        verify: bool = False,
+        room_wait_s: float = 0,
     ) -> AsyncGenerator[Sequence[FetchedBlock], None]:
         """Yield blocks, some at a time: with `in_slots` all that are in memory at once, then the others as they come.
 
         `in_slots`: slots are named without a look at their bytes: the engine compares the bytes that it copied, and
         asks with `verify` when they are wrong. The caller holds the blocks, or a slot may be evicted meanwhile.
+        `room_wait_s`: longest wait for a slot of the first block. Later blocks wait for none, because this call's
+        own slots may have taken the room.
 
         Raises CacheRefNotFound when a block has gone, DamagedBlock when its bytes are wrong, StorageFull when the
         memory tier has no room for a slot.
         """
-        wanted = [_Wanted(block_key(manifest, index, rank), manifest, rank, index) for index in block_indices]
+        wanted = _wanted(manifest, rank, block_indices)
         if in_slots and not verify:
             found = [(it, self._at_hand(it)) for it in wanted]
             at_hand = [fetched for _, fetched in found if fetched is not None]
             if at_hand:
-                yield at_hand
+                room_wait_s = 0
+                yield self._counted(at_hand)
             async with aclosing(self._bring([it for it, fetched in found if fetched is None])) as groups:
                 async for group in groups:
-                    yield [self._at_hand(it) or await self._look(it, in_slots=True) for it in group]
+                    found = [(it, self._at_hand(it)) for it in group]
+                    if at_hand := [fetched for _, fetched in found if fetched is not None]:
+                        room_wait_s = 0
+                        yield self._counted(at_hand)
+                    for it in [it for it, fetched in found if fetched is None]:
+                        yield self._counted([await self._look_in_slot(it, room_wait_s)])
+                        room_wait_s = 0
             return
         waiting, ahead = deque(wanted), deque[asyncio.Task[FetchedBlock]]()
         try:
             while waiting or ahead:
                 while waiting and len(ahead) <= _GROUPS_AHEAD:
                     ahead.append(asyncio.create_task(self._look(waiting.popleft(), in_slots=in_slots)))
-                yield [await ahead.popleft()]
+                yield self._counted([await ahead.popleft()])
         finally:
             await _end(ahead)
+
+    async def _look_in_slot(self, it: _Wanted, room_wait_s: float) -> FetchedBlock:
+        """Serve one block in a slot; wait for the slot unless many loads wait already. Raises as `fetch`."""
+        ends_s = asyncio.get_running_loop().time() + room_wait_s
+        while True:
+            try:
+                return await self._look(it, in_slots=True)
+            except StorageFull:
+                if not room_wait_s or self._num_waiting >= _WAITING_MAX:
+                    raise
+                self._num_waiting += 1
+                try:
+                    async with asyncio.timeout_at(ends_s):
+                        await self.memory.more_room()
+                except TimeoutError:
+                    room_wait_s = 0  # a last look: a slot may have been freed at the deadline
+                finally:
+                    self._num_waiting -= 1
+
+    def _counted(self, group: Sequence[FetchedBlock]) -> Sequence[FetchedBlock]:
+        for tier, num_blocks in Counter([block.tier for block in group]).items():
+            self._metrics.hits.labels(tier).inc(num_blocks)
+        return group
 
     async def copy(self, key: BlockKey) -> Buffer | None:
         """Return a copy of a stored file that still has its vouched checksum; None: there is none."""
@@ -230,8 +277,7 @@ class Tiers:
         """Bring the blocks that loads of a context will ask for from disk into memory, up to half of its size."""
         limit_bytes, wanted = self.memory.limit_bytes // 2, []
         for rank in range(manifest.world_size):
-            for index in range(num_files(manifest)):
-                it = _Wanted(block_key(manifest, index, rank), manifest, rank, index)
+            for it in _wanted(manifest, rank, range(num_files(manifest))):
                 limit_bytes -= self.blocks.stored_bytes(it.key) or 0
                 if limit_bytes >= 0:
                     wanted.append(it)
@@ -346,13 +392,14 @@ class Tiers:
         return [self._read_file(it, block, slot) for it, block, slot in wanted]
 
     def _read_file(self, it: _Wanted, block: Block, slot: Slot) -> bool:
-        room = self.memory.view(slot)
-        with suppress(CorruptBlock, SidecarUnavailable, OSError), self._metrics.io("read", "disk") as count_bytes:
+        room, began_s = self.memory.view(slot), perf_counter()
+        try:
             self.disk.read_into(block.key, room)
-            count_bytes(slot.size_bytes)
+            self._metrics.io("read", "disk", slot.size_bytes, began_s)
             check_head(*parse_head(room), it.expected, vouched=it.vouched)
-            return True
-        return False
+        except (CorruptBlock, SidecarUnavailable, OSError):
+            return False
+        return True
 
     def _at_hand(self, it: _Wanted) -> FetchedBlock | None:
         """Return a block that is in memory; None: it is not, or it is stored no more."""
@@ -363,7 +410,6 @@ class Tiers:
     def _served(self, it: _Wanted, block: Block, *, slot: Slot | None, data: Buffer = b"") -> FetchedBlock:
         tier: TierName = "disk" if block.is_from_disk or block.in_memory is None else "host"
         block.is_from_disk = False
-        self._hits[tier].inc()
         return FetchedBlock(it.block_index, tier, it.vouched, slot, data)
 
     async def _look(self, it: _Wanted, *, in_slots: bool) -> FetchedBlock:
@@ -381,7 +427,7 @@ class Tiers:
             if (slot := block.in_memory) is not None:
                 self.memory.pin(slot)
                 try:
-                    data = await self._threads.run(self._read_memory, it, slot, in_slots=in_slots)
+                    data = await self._threads.run(self._read_memory, it, slot, in_slots)
                     return self._served(it, block, slot=slot if in_slots else None, data=data)
                 except CorruptBlock:
                     self._metrics.bad_copies.inc()
@@ -414,18 +460,17 @@ class Tiers:
             if slot is not None and not slot.is_kept:
                 self.memory.free(slot)
 
-    def _read_memory(self, it: _Wanted, slot: Slot, *, in_slots: bool) -> Buffer:
-        view = self.memory.view(slot)
-        with self._metrics.io("read", "host") as count_bytes:
-            data: Buffer = view if in_slots else bytes(view)
-            count_bytes(len(data))
-            parse_block_file(data).verify(it.expected, vouched=it.vouched)
+    def _read_memory(self, it: _Wanted, slot: Slot, in_slots: bool) -> Buffer:  # noqa: FBT001  # run in a thread
+        view, began_s = self.memory.view(slot), perf_counter()
+        data: Buffer = view if in_slots else bytes(view)
+        parse_block_file(data).verify(it.expected, vouched=it.vouched)
+        self._metrics.io("read", "host", len(data), began_s)
         return b"" if in_slots else data
 
     def _read_disk(self, it: _Wanted, room: memoryview) -> None:
-        with self._metrics.io("read", "disk") as count_bytes:
-            self.disk.read_into(it.key, room)
-            count_bytes(len(room))
+        began_s = perf_counter()
+        self.disk.read_into(it.key, room)
+        self._metrics.io("read", "disk", len(room), began_s)
         self._verified(room, it.expected, it.vouched, tier="disk")
 
     def _store(self, files: Sequence[_Incoming]) -> Exception | None:
@@ -446,21 +491,20 @@ class Tiers:
         checksum = self._verified(it.data, it.expected, it.vouched)
         if not it.is_new:
             return
-        with self._metrics.io("write", "disk") as count_bytes:
-            it.file = self.disk.put(it.expected.key, it.data)
-            count_bytes(len(it.data))
+        began_s = perf_counter()
+        it.file = self.disk.put(it.expected.key, it.data)
+        self._metrics.io("write", "disk", len(it.data), began_s)
         if it.copy is not None and it.slot is None:
-            with self._metrics.io("write", "host") as count_bytes:
-                self.memory.view(it.copy)[:] = it.data
-                count_bytes(len(it.data))
+            began_s = perf_counter()
+            self.memory.view(it.copy)[:] = it.data
+            self._metrics.io("write", "host", len(it.data), began_s)
         it.checksum = checksum
 
     def _verified(self, data: Buffer, expected: BlockMeta, vouched: str, *, tier: str = "host") -> str:
         """Compare every byte of a file; return its checksum. Raises CorruptBlock."""
-        with self._metrics.io("check", tier) as count_bytes:
-            file = parse_block_file(data)
-            file.verify(expected, vouched=vouched)
-            count_bytes(len(data))
+        began_s, file = perf_counter(), parse_block_file(data)
+        file.verify(expected, vouched=vouched)
+        self._metrics.io("check", tier, len(data), began_s)
         return file.checksum
 
     def _delete(self, doomed: Sequence[Block]) -> list[FileState | None]:

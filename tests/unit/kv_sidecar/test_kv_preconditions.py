@@ -4,19 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from kv_sidecar.preconditions import unmet
+from kv_sidecar import settings as sidecar_settings
+from kv_sidecar.settings import SidecarSettings
 
 GIB = 1 << 30
 
 
+@pytest.fixture(autouse=True)
+def _container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sidecar_settings, "_CONTAINER", tmp_path)
+
+
 def told(tmp_path: Path, *, limit: str | None, memory_bytes: int = GIB, disk_limit_bytes: int = 1) -> list[str]:
-    limit_file = tmp_path / "memory.max"
     if limit is not None:
-        limit_file.write_text(limit)
-    found = unmet(
-        memory_bytes=memory_bytes, disk_limit_bytes=disk_limit_bytes, data_dir=tmp_path, container_limit=limit_file
-    )
-    return list(found)
+        (tmp_path / "memory.max").write_text(limit)
+    settings = SidecarSettings(memory_limit_bytes=memory_bytes, disk_limit_bytes=disk_limit_bytes, data_dir=tmp_path)
+    return list(settings.shortages())
 
 
 @pytest.mark.parametrize("limit", [None, "max\n", f"{3 * GIB // 2}\n"])
