@@ -265,8 +265,9 @@ class Pulls:
 
     def _better_than_what_is_here(self, wanted: Wanted) -> tuple[CacheRef, ...]:
         """Return the refs before the first that is here: a session that comes back has its older KV here."""
-        better = takewhile(lambda ref: not self.catalog.holds(wanted.tenant, ref), wanted.names)
-        return tuple(ref for ref in better if wanted.peer or not self._is_absent(wanted.tenant, ref))
+        tenant, now_ms = wanted.tenant, self.runtime.clock.now_ms()
+        better = takewhile(lambda ref: not self.catalog.holds(tenant, ref), wanted.names)
+        return tuple(ref for ref in better if wanted.peer or self._absent.added_at_ms((tenant, ref), now_ms) is None)
 
     def _reply(self, wanted: Wanted) -> PullReply:
         if self.is_draining:
@@ -277,14 +278,11 @@ class Pulls:
             return PullReply("refused", "peer_not_allowed")
         if self.engine.fingerprint is None:
             return PullReply("refused", "no_engine")
-        if len(self._tasks) >= self.limits.max_pulls or (wanted.prefix is not None and self._are_prefixes_many()):
-            return PullReply("refused", "too_many_pulls")
-        return PullReply("started")
-
-    def _are_prefixes_many(self) -> bool:
-        """Return whether as many prefixes are fetched as may be: half of all, the rest is for turns that moved."""
-        num_prefixes = sum(wanted.prefix is not None for wanted in self._tasks.values())
-        return num_prefixes >= max(1, self.limits.max_pulls // 2)
+        # Half of all pulls may be of prefixes: the rest is for turns that moved.
+        prefixes_max = max(1, self.limits.max_pulls // 2)
+        num_prefixes = sum(it.prefix is not None for it in self._tasks.values())
+        is_full = len(self._tasks) >= self.limits.max_pulls or (wanted.prefix and num_prefixes >= prefixes_max)
+        return PullReply("refused", "too_many_pulls") if is_full else PullReply("started")
 
     async def _run(self, wanted: Wanted) -> None:
         began_at_s = time.monotonic()
@@ -309,9 +307,6 @@ class Pulls:
             self.runtime.metrics.pulls.labels(outcome).inc()
             self.runtime.metrics.pull_seconds.observe(time.monotonic() - began_at_s)
             log.info("pull ended", extra={"outcome": outcome, "cache_ref": wanted.names[0], "peer": wanted.peer})
-
-    def _is_absent(self, tenant: TenantId, cache_ref: CacheRef) -> bool:
-        return self._absent.added_at_ms((tenant, cache_ref), self.runtime.clock.now_ms()) is not None
 
     def _timeout_s(self, wanted: Wanted) -> float:
         return min(wanted.timeout_s or self.limits.timeout_s, self.limits.timeout_s)

@@ -149,7 +149,7 @@ class SharedCollector:
             await self._see(tenant, stored, owner_of.get(ref_of(stored.name), ""))
         doomed = await self._overdue(listing, before_ms, orphans)
         for name, session_id in doomed.items():
-            await self.shared.delete(tenant, session_id, [ref_of(name)], is_whole=False)
+            await self.shared.end_delete(self.shared.begin_delete(tenant, session_id, [ref_of(name)], is_whole=False))
             self._seen.pop(name, None)
         self._seen = {
             name: seen

@@ -21,8 +21,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -95,26 +96,22 @@ class StoreKeys:
     def __init__(self, path: Path, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         """Read the file. Raises ValueError when it is broken, OSError when it cannot be read."""
         self._file = Reloaded(
-            path, read=lambda: _KeySet(_read(path), {}), name="store key file", monotonic_s=monotonic_s
+            path, read=lambda: _derived_keys(_read(path)), name="store key file", monotonic_s=monotonic_s
         )
 
     def of(self, tenant: TenantId) -> Sequence[TenantKey]:
         """Return a tenant's keys, the writing one first. Without a key its KV stays out of the store."""
-        keys, derived = self._file.current()
-        known = derived.get(tenant)
-        if known is None:
-            known = tuple(_derived(tenant, key) for key in keys.get(tenant, keys.get(_OTHERS, ())))
-            if len(derived) >= _DERIVED_MAX:
-                derived.clear()
-            derived[tenant] = known
-        return known
+        return self._file.current()(tenant)
 
 
-class _KeySet(NamedTuple):
-    """Keys of one content of the file by tenant, and the keys derived from them."""
+def _derived_keys(given: Mapping[str, Sequence[_Key]]) -> Callable[[TenantId], Sequence[TenantKey]]:
+    """Return the look-up of a tenant's keys in one content of the file."""
 
-    given: Mapping[str, Sequence[_Key]]
-    derived: dict[TenantId, tuple[TenantKey, ...]]
+    @lru_cache(_DERIVED_MAX)
+    def keys_of(tenant: TenantId) -> Sequence[TenantKey]:
+        return tuple(_derived(tenant, key) for key in given.get(tenant, given.get(_OTHERS, ())))
+
+    return keys_of
 
 
 def key_id_of(data: memoryview) -> str | None:

@@ -379,19 +379,13 @@ class SharedTier:
 
     # Removing.
 
-    async def delete(
-        self, tenant: TenantId, session_id: SessionId, cache_refs: Iterable[CacheRef], *, is_whole: bool
-    ) -> None:
-        """Remove KV of a session, and the blocks without another holder; `is_whole`: the whole session.
-
-        See `end_delete`.
-        """
-        await self.end_delete(self.begin_delete(tenant, session_id, cache_refs, is_whole=is_whole))
-
     def begin_delete(
         self, tenant: TenantId, session_id: SessionId, cache_refs: Iterable[CacheRef], *, is_whole: bool
     ) -> Removal:
-        """Refuse its writes and reads from now on; `end_delete` or `delete_later` has to follow."""
+        """Refuse writes and reads of a session's KV from now on; `end_delete` or `delete_later` has to follow.
+
+        `is_whole`: the whole session.
+        """
         refs, now_ms = set(cache_refs), self.runtime.clock.now_ms()
         here = [self._writing, *map(self.stored.local.manifests.get, refs)]
         if is_whole:
@@ -413,7 +407,9 @@ class SharedTier:
         return Removal(tenant, session_id, refs, is_whole, meant)
 
     async def end_delete(self, removal: Removal) -> None:
-        """Remove it, after the writer's current work on it. Then this pod writes nothing more of it.
+        """Remove KV, and the blocks without another holder, after the writer's current work on it.
+
+        Then this pod writes nothing more of it.
 
         If the store refuses, or takes longer than the caller waits, the removal is retried until the store takes it or
         this process ends; then the collector finds it. Raises SidecarUnavailable.

@@ -20,7 +20,7 @@ from kv_sidecar.format.block_file import parse_block_file
 from kv_sidecar.moving.peer import StoredPeer
 from kv_sidecar.moving.pulling import PullReply, Wanted
 from kv_sidecar.retention import LeaseTerms
-from kv_sidecar.saves import NewSave
+from kv_sidecar.saves import FailedSave, NewSave
 from kv_sidecar.sidecar import Sidecar
 from tests.kit.catalog_peer import CatalogPeer
 from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, SESSION, TENANT, SidecarUnderTest, new_save
@@ -256,6 +256,22 @@ async def test_a_peer_without_any_of_it_ends_the_pull(pair: Pair) -> None:
     assert not isinstance(missing.value, CacheRefPending)
     assert pair.pulls("cache_ref_not_found") == 1
     assert pair.has_nothing()
+
+
+@pytest.mark.parametrize("way", ["absent", "other engine", "corrupt"])
+async def test_a_pull_that_brings_nothing_leaves_the_reason_of_the_save_that_failed(pair: Pair, way: str) -> None:
+    """Seen failing: after the pull, a reader no longer learned why the save had failed."""
+    ref = new_cache_ref()
+    if way != "absent":
+        ref = (await pair.there.save(PROMPT)).cache_ref
+    if way == "other engine":
+        pair.peer.change_manifest = lambda manifest: replace(manifest, fingerprint="e" * 64)
+    pair.peer.change_block = lambda data: bytes(data)[:-1] + b"\xff"
+    await pair.here.catalog.give_up_save(FailedSave(TENANT, ref, "arena_full"))
+    await pair.pull(ref)
+
+    assert pair.here.catalog.refs.get(TENANT, ref).failure == "arena_full"
+    assert pair.pulls("pulled") == 0
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,8 @@ async def test_what_a_crash_left_is_collected_when_it_is_old_and_never_what_is_n
         for part in (writer, stored_kv):
             monkeypatch.setattr(part, "crash_point", die)
         if point == AFTER_UNSTORED_MANIFEST:
-            end = kv.sidecar.shared.delete(TENANT, "ctx_2", [], is_whole=True)
+            shared = kv.sidecar.shared
+            end = shared.end_delete(shared.begin_delete(TENANT, "ctx_2", [], is_whole=True))
         else:
             await kv.save(other, session_id="ctx_2")
             end = asyncio.wait_for(asyncio.shield(kv.sidecar.shared._writer), 60)

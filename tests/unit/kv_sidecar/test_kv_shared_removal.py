@@ -131,7 +131,8 @@ async def test_the_end_of_a_prompt_goes_from_the_store_with_its_context_and_neve
 async def test_the_end_of_a_prompt_whose_context_has_left_the_store_goes_alone(pod, tmp_path, clock):
     async with pod("a") as kv:
         new = await with_its_prompt(kv)
-        await kv.sidecar.shared.delete(TENANT, "ctx_1", [new.cache_ref], is_whole=False)
+        shared = kv.sidecar.shared
+        await shared.end_delete(shared.begin_delete(TENANT, "ctx_1", [new.cache_ref], is_whole=False))
     assert manifests(tmp_path) == {prompt_ref(new.cache_ref)}
 
     async with pod("b", manager=Names(new.cache_ref)) as kv:
@@ -375,7 +376,8 @@ async def test_a_dropped_turn_does_not_wait_for_another_of_its_context_that_is_w
         held = Held(kv.sidecar.shared.stored.objects, "put", "/blocks/")
         new = await kv.save(TEN, session_id="ctx_1")
         await held.has_come.wait()
-        await kv.sidecar.shared.delete(TENANT, "ctx_1", [old.cache_ref], is_whole=False)
+        shared = kv.sidecar.shared
+        await shared.end_delete(shared.begin_delete(TENANT, "ctx_1", [old.cache_ref], is_whole=False))
         assert manifests(tmp_path) == set()
         held.may_go_on.set()
         await written(kv)
