@@ -33,6 +33,7 @@ from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from contextcache.names import CACHE_REF_PATTERN, check_cache_refs, check_session_id, check_tenant, prompt_ref
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
+from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.ids import BlockKey, require_fingerprint
 from kv_sidecar.format.manifest import block_key, num_files
 from kv_sidecar.intake import Intake
@@ -165,7 +166,7 @@ class ContextCatalog:
         Waits at most `timeout_s` for the first one. Raises InvalidRequest, SaveIncomplete, ContextDeleted.
         """
         for place, _ in places:
-            self._intake.expected(place.cache_ref, place.rank, place.block_index)
+            self._intake.expected(place.cache_ref, place.rank, [place.block_index])
         lent: list[LentSlot] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -195,51 +196,56 @@ class ContextCatalog:
         self._room.set()
         self._room = asyncio.Event()
 
-    async def take_slot(self, place: Place, slot_id: int) -> int:
-        """Verify and take a block file in a lent slot, which is the sidecar's again in any case; return its bytes.
+    async def take_slots(self, cache_ref: CacheRef, rank: int, files: Sequence[tuple[int, int]]) -> int:
+        """Verify and take block files in lent slots, which are the sidecar's again in any case; return their bytes.
 
-        Raises InvalidRequest, CorruptBlock, StorageFull, SaveIncomplete, ContextDeleted; the save has then ended.
+        `files`: block index and slot id of each. Raises InvalidRequest, CorruptBlock, StorageFull, SaveIncomplete,
+        ContextDeleted; the save has then ended.
         """
         memory = self.tiers.memory
-        slot = memory.hand_over(slot_id, place)
-        if slot is None:
-            raise InvalidRequest("slot_id was not lent for this file", param="slot_id")
+        handed = [memory.hand_over(slot_id, Place(cache_ref, rank, index)) for index, slot_id in files]
+        slots = [slot for slot in handed if slot is not None]
         try:
-            ref, save, expected = self._intake.expected(place.cache_ref, place.rank, place.block_index)
+            if len(slots) < len(handed):
+                raise InvalidRequest("slot_id was not lent for this file", param="slot_id")
+            ref, save, expected = self._intake.expected(cache_ref, rank, [index for index, _ in files])
         except ContextCacheError:
-            memory.free(slot)
+            for slot in slots:
+                memory.free(slot)
             raise
 
         async def store() -> int:
             try:
-                await self.retention.make_room(expected.tenant, slot.size_bytes, for_kept=save.new.is_kept)
+                size_bytes = sum(slot.size_bytes for slot in slots)
+                await self.retention.make_room(save.new.tenant, size_bytes, for_kept=save.new.is_kept)
             except BaseException:
-                memory.free(slot)
+                for slot in slots:
+                    memory.free(slot)
                 raise
-            return await self.tiers.take_slots([(slot, expected)])
+            return await self.tiers.take_slots(list(zip(slots, expected, strict=True)))
 
         try:
-            return await self._finish(self._take(ref, save, expected.key, store()))
+            return await self._finish(self._take(ref, save, expected, store()))
         finally:
             self._tell_of_room()
 
     async def take_block(
         self, cache_ref: CacheRef, rank: int, block_index: int, data: Buffer, *, vouched: str = ""
     ) -> int:
-        """Take a whole block file that came in frames; return its bytes. Raises as `take_slot`.
+        """Take a whole block file that came in frames; return its bytes. Raises as `take_slots`.
 
         `vouched`: the checksum in the sender's manifest; empty: it has none.
         """
-        ref, save, expected = self._intake.expected(cache_ref, rank, block_index)
+        ref, save, expected = self._intake.expected(cache_ref, rank, [block_index])
 
         async def store() -> int:
-            await self.retention.make_room(expected.tenant, len(data), for_kept=save.new.is_kept)
-            return await self.tiers.take_bytes(data, expected, vouched=vouched)
+            await self.retention.make_room(save.new.tenant, len(data), for_kept=save.new.is_kept)
+            return await self.tiers.take_bytes(data, expected[0], vouched=vouched)
 
-        return await self._finish(self._take(ref, save, expected.key, store()))
+        return await self._finish(self._take(ref, save, expected, store()))
 
-    async def _take(self, ref: Ref, save: Save, key: BlockKey, storing: Coroutine[Any, Any, int]) -> int:
-        """Store a file. A failure ends the save. A file that arrives after that is freed."""
+    async def _take(self, ref: Ref, save: Save, files: Sequence[BlockMeta], storing: Coroutine[Any, Any, int]) -> int:
+        """Store files. A failure ends the save. Files that arrive after that are freed."""
         try:
             size_bytes = await storing
         except (ContextCacheError, OSError) as exc:
@@ -247,11 +253,13 @@ class ContextCatalog:
             self._runtime.metrics.refused.labels(code).inc()
             if ref.phase is Phase.OPEN:
                 await self.tiers.free(self._intake.end(ref, save, code, is_final=False))
+            else:
+                await self.tiers.free(file.key for file in files)
             raise
         if ref.save is not save:
-            await self.tiers.free([key])
+            await self.tiers.free(file.key for file in files)
             raise ContextDeleted("the save was dropped")
-        self._intake.took(save, 1, size_bytes)
+        self._intake.took(save, len(files), size_bytes)
         return size_bytes
 
     async def seal(self, cache_ref: CacheRef, rank: int) -> Changed | None:

@@ -125,16 +125,18 @@ class Intake:
         elif ref.save is not None:
             self._refs.end_early(ref)
 
-    def expected(self, cache_ref: CacheRef, rank: int, block_index: int) -> tuple[Ref, Save, BlockMeta]:
-        """Return the save, and the metadata of the file that belongs at a position.
+    def expected(
+        self, cache_ref: CacheRef, rank: int, block_indices: Sequence[int]
+    ) -> tuple[Ref, Save, list[BlockMeta]]:
+        """Return the save, and the metadata of the files that belong at these positions.
 
         Raises SaveIncomplete, ContextDeleted, InvalidRequest.
         """
         ref = self._owner(cache_ref)
         save = _save_of(ref)
-        if not 0 <= block_index < save.num_files(save.num_sent.get(rank, 0)):
+        if min(block_indices) < 0 or max(block_indices) >= save.num_files(save.num_sent.get(rank, 0)):
             raise InvalidRequest("block_index is not part of the save", param="block_index")
-        return ref, save, save.meta(block_index, rank)
+        return ref, save, [save.meta(index, rank) for index in block_indices]
 
     def took(self, save: Save, num_blocks: int, size_bytes: int) -> None:
         """Note files that came: a save that goes on is not ended, however long a slow disk takes."""

@@ -40,6 +40,7 @@ MAX_WAIT_SEALED_MS = 30_000
 MAX_WAIT_REPORT_MS = 1_000
 MAX_WAIT_SLOT_MS = 1_000
 MAX_LENT_AT_ONCE = 4_096
+SAVED_SLOTS_MAX = 64
 TIERS = {name: number for number, name in TIER_NAMES.items()}
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -106,17 +107,19 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         taken = pb.SaveBlocksResponse()
         async with FrameAssembly(self._frame_slots, limit_bytes=BLOCK_BYTES_MAX) as frames:
             async for request in request_iterator:
+                if request.slots:
+                    if len(request.slots) > SAVED_SLOTS_MAX:
+                        raise InvalidRequest(f"at most {SAVED_SLOTS_MAX} slots fit a message", param="slots")
+                    files = [(slot.block_index, slot.slot_id) for slot in request.slots]
+                    taken.size_bytes += await self._catalog.take_slots(request.cache_ref, request.rank, files)
+                    taken.num_blocks += len(files)
+                    continue
                 place = (request.cache_ref, request.rank, request.block_index)
-                if request.WhichOneof("payload") == "slot_id":
-                    size_bytes = await self._catalog.take_slot(Place(*place), request.slot_id)
-                else:
-                    data = await frames.add(place, request.frame, last=request.last_frame)
-                    if data is None:
-                        continue
-                    size_bytes = await self._catalog.take_block(*place, data)
+                data = await frames.add(place, request.frame, last=request.last_frame)
+                if data is not None:
+                    taken.size_bytes += await self._catalog.take_block(*place, data)
+                    taken.num_blocks += 1
                     frames.release()
-                taken.num_blocks += 1
-                taken.size_bytes += size_bytes
             frames.check_finished()
         return taken
 

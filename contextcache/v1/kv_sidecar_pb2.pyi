@@ -393,20 +393,22 @@ class SaveBlocksRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     BLOCK_INDEX_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
-    SLOT_ID_FIELD_NUMBER: builtins.int
     LAST_FRAME_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
     cache_ref: builtins.str
     """KV being saved."""
     rank: builtins.int
     """Rank."""
     block_index: builtins.int
-    """Position among the context's files."""
+    """Position among the context's files, of a frame."""
     frame: builtins.bytes
-    """Next bytes of the block file, at most 1 MiB."""
-    slot_id: builtins.int
-    """Lent slot that holds the whole file; the sidecar takes it back."""
+    """Next bytes of the block file, at most 1 MiB. Either a frame or slots come in one message."""
     last_frame: builtins.bool
     """True on the last frame of a block file."""
+    @property
+    def slots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SavedSlot]:
+        """Whole files in lent slots, at most 64; the sidecar takes the slots back."""
+
     def __init__(
         self,
         *,
@@ -414,14 +416,34 @@ class SaveBlocksRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         block_index: builtins.int = ...,
         frame: builtins.bytes = ...,
-        slot_id: builtins.int = ...,
         last_frame: builtins.bool = ...,
+        slots: collections.abc.Iterable[Global___SavedSlot] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["frame", b"frame", "payload", b"payload", "slot_id", b"slot_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "cache_ref", b"cache_ref", "frame", b"frame", "last_frame", b"last_frame", "payload", b"payload", "rank", b"rank", "slot_id", b"slot_id"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["frame", "slot_id"] | None: ...
+    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "cache_ref", b"cache_ref", "frame", b"frame", "last_frame", b"last_frame", "rank", b"rank", "slots", b"slots"]) -> None: ...
 
 Global___SaveBlocksRequest: typing_extensions.TypeAlias = SaveBlocksRequest
+
+@typing.final
+class SavedSlot(google.protobuf.message.Message):
+    """SavedSlot is a lent slot that holds a whole block file."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_INDEX_FIELD_NUMBER: builtins.int
+    SLOT_ID_FIELD_NUMBER: builtins.int
+    block_index: builtins.int
+    """Position among the context's files."""
+    slot_id: builtins.int
+    """Slot, as LendSlots named it."""
+    def __init__(
+        self,
+        *,
+        block_index: builtins.int = ...,
+        slot_id: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "slot_id", b"slot_id"]) -> None: ...
+
+Global___SavedSlot: typing_extensions.TypeAlias = SavedSlot
 
 @typing.final
 class Slot(google.protobuf.message.Message):

@@ -97,7 +97,7 @@ class _Incoming:
     expected: BlockMeta
     data: Buffer
     slot: Slot | None
-    """The lent slot that has it; None: it came in frames."""
+    """The lent slot that has it, until it is the block's; None: it came in frames."""
     vouched: str = ""
     is_new: bool = False
     """Whether no file of the block is stored yet."""
@@ -134,12 +134,13 @@ class Tiers:
         A slot is its block's afterwards, or free. Raises CorruptBlock, StorageFull, ContextQuotaExceeded, OSError for
         the first file that cannot be kept; the files after it are not written.
         """
+        incoming = [_Incoming(expected, self.memory.view(slot), slot) for slot, expected in files]
         try:
-            await self._take([_Incoming(expected, self.memory.view(slot), slot) for slot, expected in files])
+            await self._take(incoming)
         finally:
-            for slot, _ in files:
-                if not slot.is_kept:
-                    self.memory.free(slot)
+            for it in incoming:
+                if it.slot is not None:
+                    self.memory.free(it.slot)
         return sum(slot.size_bytes for slot, _ in files)
 
     async def take_bytes(self, data: Buffer, expected: BlockMeta, *, vouched: str = "") -> int:
@@ -176,6 +177,7 @@ class Tiers:
                     block.checksum = it.checksum
                     if it.copy is not None:
                         self.blocks.keep_copy(block, it.copy)
+                    it.slot = None
                 elif it.copy is not None and it.slot is None:
                     self.memory.free(it.copy)
         if error is not None:

@@ -176,7 +176,11 @@ async def test_errors_arrive_as_the_class_they_left_as(running: Running) -> None
     rank.close()
 
 
-@pytest.mark.parametrize("payload", [{"slot_id": 1}, {}], ids=["never lent", "no payload"])
+@pytest.mark.parametrize(
+    "payload",
+    [{"slots": [pb.SavedSlot(slot_id=1)]}, {"slots": [pb.SavedSlot(slot_id=1)] * 65}, {}],
+    ids=["never lent", "too many", "no payload"],
+)
 async def test_a_file_that_lies_nowhere_is_refused(running: Running, payload: dict[str, Any]) -> None:
     rank = await running.rank()
     new = new_save(PROMPT, now_ms=SystemClock().now_ms())

@@ -65,7 +65,8 @@ class EngineRank:
             place = {"cache_ref": new.cache_ref, "rank": new.rank, "block_index": index}
             data = block_file_bytes(meta, page_bytes=self.page_bytes)
             if self.arena is not None:
-                yield pb.SaveBlocksRequest(**place, slot_id=self.fill_slot(place, data), last_frame=True)
+                slot = pb.SavedSlot(block_index=index, slot_id=self.fill_slot(place, data))
+                yield pb.SaveBlocksRequest(cache_ref=new.cache_ref, rank=new.rank, slots=[slot])
                 continue
             for start in range(0, len(data), FRAME_BYTES):
                 last = start + FRAME_BYTES >= len(data)

@@ -156,7 +156,9 @@ class SidecarUnderTest:
         if not self.slots:
             return await self.catalog.take_block(new.cache_ref, new.rank, block_index, data)
         place = Place(new.cache_ref, new.rank, block_index)
-        return await self.catalog.take_slot(place, await self.fill_slot(place, data))
+        return await self.catalog.take_slots(
+            new.cache_ref, new.rank, [(block_index, await self.fill_slot(place, data))]
+        )
 
     async def fill_slot(self, place: Place, data: bytes) -> int:
         """Do as an engine does that is about to hand a file over; return the slot's id."""

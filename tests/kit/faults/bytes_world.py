@@ -594,7 +594,9 @@ def _send(engine: EngineRank, new: NewSave, num_blocks: int | None) -> None:
         engine.client.save_blocks(iter(requests), timeout_s=_CALL_S)
     finally:
         if engine.arena is not None:
-            engine.client.return_slots(engine.arena.borrower, [request.slot_id for request in requests])
+            engine.client.return_slots(
+                engine.arena.borrower, [slot.slot_id for request in requests for slot in request.slots]
+            )
 
 
 def _now_ms() -> int:

@@ -179,7 +179,8 @@ async def in_slot(kv: SidecarUnderTest, new: NewSave, *, flip: bool = False) -> 
     """Have the first file in a slot; return what hands it over."""
     data = bytearray(block_file_bytes(block_meta(kv.plan(new), 0, 0)))
     data[-1] ^= flip
-    return partial(kv.catalog.take_slot, place_of(new), await kv.fill_slot(place_of(new), bytes(data)))
+    slot_id = await kv.fill_slot(place_of(new), bytes(data))
+    return partial(kv.catalog.take_slots, new.cache_ref, new.rank, [(0, slot_id)])
 
 
 async def corrupt(kv: SidecarUnderTest, disk: Disk) -> Callable[[], Any]:
@@ -285,15 +286,15 @@ async def test_a_block_that_is_here_already_keeps_its_first_copy_and_the_second_
 
 async def test_a_slot_of_another_place_is_refused_and_stays_its_borrowers(kv: SidecarUnderTest) -> None:
     new = await prepared(kv)
-    slot_id = (await in_slot(kv, new)).args[1]  # type: ignore[attr-defined]  # a partial
+    ((_, slot_id),) = (await in_slot(kv, new)).args[2]  # type: ignore[attr-defined]  # a partial
     for place in (place_of(new, 1), Place(new.cache_ref, 1, 0), Place(new_cache_ref(), 0, 0)):
         with pytest.raises(InvalidRequest):
-            await kv.catalog.take_slot(place, slot_id)
+            await kv.catalog.take_slots(place.cache_ref, place.rank, [(place.block_index, slot_id)])
 
     assert kv.memory.lent_bytes == kv.memory.view(kv.memory._lent[slot_id].slot).nbytes
-    assert await kv.catalog.take_slot(place_of(new), slot_id)
+    assert await kv.catalog.take_slots(new.cache_ref, new.rank, [(0, slot_id)])
     with pytest.raises(InvalidRequest):
-        await kv.catalog.take_slot(place_of(new), slot_id)
+        await kv.catalog.take_slots(new.cache_ref, new.rank, [(0, slot_id)])
     assert kv.in_memory() == [block_key(kv.plan(new), 0, 0)]
 
 
@@ -409,3 +410,70 @@ async def test_who_stops_waiting_for_a_slot_has_none(kv: SidecarUnderTest) -> No
     await asyncio.wait([waiting])
 
     assert kv.memory.lent_bytes == kv.missing_bytes() == 0
+
+
+@pytest.fixture
+async def roomy(tmp_path: Path) -> AsyncIterator[SidecarUnderTest]:
+    """Memory for more than one save."""
+    async with SidecarUnderTest(tmp_path, memory_limit_bytes=1 << 16) as sidecar:
+        yield sidecar
+
+
+async def filled(kv: SidecarUnderTest, new: NewSave, *, flipped: int | None = None) -> list[tuple[int, int]]:
+    """Return block indices and slot ids of all files of a save, each in a slot of its own."""
+    files = []
+    for index in range(3):
+        data = bytearray(block_file_bytes(block_meta(kv.plan(new), index, 0)))
+        data[-1] ^= index == flipped
+        files.append((index, await kv.fill_slot(place_of(new, index), bytes(data))))
+    return files
+
+
+async def test_files_handed_over_together_are_taken_together(roomy: SidecarUnderTest) -> None:
+    new = await prepared(roomy)
+    size_bytes = await roomy.catalog.take_slots(new.cache_ref, new.rank, await filled(roomy, new))
+
+    assert size_bytes == roomy.disk_bytes()
+    assert await roomy.sidecar.seal(new.cache_ref, new.rank)
+    assert await roomy.load(new) == ["host"] * 3
+    assert roomy.memory.lent_bytes == roomy.missing_bytes() == 0
+
+
+@pytest.mark.parametrize("flipped", range(3))
+async def test_one_bad_file_ends_the_save_and_frees_all(roomy: SidecarUnderTest, flipped: int) -> None:
+    new = await prepared(roomy)
+    with pytest.raises(CorruptBlock):
+        await roomy.catalog.take_slots(new.cache_ref, new.rank, await filled(roomy, new, flipped=flipped))
+
+    assert roomy.block_files() == set()
+    assert roomy.memory.lent_bytes == roomy.missing_bytes() == 0
+
+
+async def test_one_slot_of_another_file_refuses_all_and_frees_the_others(roomy: SidecarUnderTest) -> None:
+    new = await prepared(roomy)
+    files = await filled(roomy, new)
+    files[1] = (1, files[1][1] + 1000)
+    with pytest.raises(InvalidRequest):
+        await roomy.catalog.take_slots(new.cache_ref, new.rank, files)
+
+    assert roomy.block_files() == set()
+    assert roomy.memory.lent_bytes == roomy.missing_bytes() > 0, "the slot that was not named stays lent"
+
+
+async def test_a_slot_that_is_evicted_while_a_later_file_waits_is_freed_once(roomy: SidecarUnderTest) -> None:
+    """The first file is taken at once; the second waits for a step, during which the first one's copy leaves."""
+    new = await prepared(roomy)
+    await roomy.send(new, 1)
+    second = roomy.blocks.get(block_key(roomy.plan(new), 1, 0))
+    assert second is not None
+    files = await filled(roomy, new)
+    first_key = block_key(roomy.plan(new), 0, 0)
+    with roomy.blocks.step("read", second):
+        taking = asyncio.create_task(roomy.catalog.take_slots(new.cache_ref, new.rank, files))
+        while first_key not in roomy.in_memory():
+            await asyncio.sleep(0)
+        roomy.drop_copy(first_key)
+    await taking
+
+    assert roomy.memory.lent_bytes == roomy.missing_bytes() == 0
+    assert roomy.memory.free_bytes <= roomy.memory.limit_bytes

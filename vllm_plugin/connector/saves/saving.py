@@ -53,6 +53,7 @@ _COPIES_AT_ONCE = 2
 _BATCH_FILES = 64
 """Slots asked for in one call."""
 _BATCH_BYTES = 64 << 20
+_MESSAGE_FILES, _MESSAGE_BYTES = 16, 16 << 20
 """Bytes handed over in one call. Saves take turns after each."""
 _SLOT_WAIT_MS = 1_000
 """Wait for room in one call, as long as the sidecar allows."""
@@ -565,10 +566,15 @@ class Saver:
 
 
 def _requests(cache_ref: str, rank: int, files: Sequence[SavedFile]) -> Iterator[pb.SaveBlocksRequest]:
-    """Finish each file when it is its turn: the sidecar takes the one before meanwhile."""
-    for file in files:
-        file.writer.finish()
-        yield pb.SaveBlocksRequest(
-            cache_ref=cache_ref, rank=rank, block_index=file.block_index, slot_id=file.slot_id, last_frame=True
-        )
+    """Finish some files at a time, the first one alone: the sidecar takes those before meanwhile."""
+    waiting, num_files = deque(files), 1
+    while waiting:
+        request, size_bytes = pb.SaveBlocksRequest(cache_ref=cache_ref, rank=rank), 0
+        while waiting and size_bytes < _MESSAGE_BYTES and len(request.slots) < num_files:
+            file = waiting.popleft()
+            file.writer.finish()
+            size_bytes += file.writer.size_bytes
+            request.slots.add(block_index=file.block_index, slot_id=file.slot_id)
+        num_files = _MESSAGE_FILES
+        yield request
         crash_point(BETWEEN_HANDED_BLOCKS)

@@ -210,23 +210,19 @@ class FakeSidecar(EngineSidecarClient):
     @override
     def save_blocks(self, requests, timeout_s):
         self._arrive("save_blocks")
-        taken, data = pb.SaveBlocksResponse(), b""
+        taken = pb.SaveBlocksResponse()
         for request in requests:
-            if request.WhichOneof("payload") == "slot_id":
-                place = Place(request.cache_ref, request.rank, request.block_index)
+            for saved in request.slots:
+                place = Place(request.cache_ref, request.rank, saved.block_index)
                 with self._memory_lock:
-                    slot = self.memory.hand_over(request.slot_id, place)
+                    slot = self.memory.hand_over(saved.slot_id, place)
                     data = bytes(self.memory.view(slot))
                     self.memory.free(slot)
-            else:
-                data += request.frame
-            if request.last_frame:
                 block = parse_block_file(data)
                 block.verify()
                 self.files[self._name(block.meta.key)] = data
                 taken.num_blocks += 1
                 taken.size_bytes += len(data)
-                data = b""
         return taken
 
     @override

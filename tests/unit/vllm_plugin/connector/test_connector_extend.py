@@ -67,7 +67,7 @@ class CountingSidecar(FakeSidecar):
         return {"num_files": self.num_files, "missing_files": range(known, self.num_files)}
 
     def save_blocks(self, requests: Iterator[pb.SaveBlocksRequest], timeout_s: float) -> pb.SaveBlocksResponse:
-        slot_ids = [request.slot_id for request in requests]
+        slot_ids = [slot.slot_id for request in requests for slot in request.slots]
         self.memory.give_back("engine", slot_ids)
         return pb.SaveBlocksResponse(num_blocks=len(slot_ids))
 
