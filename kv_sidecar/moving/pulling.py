@@ -182,11 +182,6 @@ class Transfer:
     wanted_bytes: float = 0
     come_bytes: int = 0
 
-    @property
-    def name(self) -> tuple[TenantId, CacheRef]:
-        """Tenant and cache_ref."""
-        return self.ours.tenant, self.ours.cache_ref
-
     def will_miss(self, wait_ms: int, compute_us_per_token: float, now_ms: int) -> bool:
         """Return whether the rest surely takes longer than `wait_ms`, and computing it is faster."""
         elapsed_ms = now_ms - self.began_at_ms
@@ -397,7 +392,8 @@ class Pulls:
             tail_ref=ours.tail_ref,
             source="object" if transfer.peer is self.store else "peer",
         )
-        self._transfers[transfer.name] = transfer
+        name = (ours.tenant, ours.cache_ref)
+        self._transfers[name] = transfer
         try:
             async with asyncio.TaskGroup() as saves:
                 for rank in range(ours.world_size):
@@ -408,8 +404,8 @@ class Pulls:
                 raise _cause(exc) from exc
             raise
         finally:
-            if self._transfers.get(transfer.name) is transfer:  # a second pull of it may have begun
-                del self._transfers[transfer.name]
+            if self._transfers.get(name) is transfer:  # a second pull of it may have begun
+                del self._transfers[name]
 
     async def _save_rank(self, transfer: Transfer, new: NewSave) -> None:
         ours, source, peer = transfer.ours, transfer.source, transfer.peer

@@ -497,6 +497,14 @@ async def test_a_context_written_between_the_blocks_that_leave_is_whole_with_its
         assert await third.load(new) == ["object"] * 5
 
 
+async def test_a_pass_removes_the_lists_of_release_0_1_0(pod, tmp_path):
+    async with pod("a") as kv:
+        await kv.sidecar.shared.stored.objects.put(".hot/pod", b"{}")
+        await kv.sidecar.collect_shared()
+
+    assert not (tmp_path / "store" / ".hot").exists()
+
+
 async def test_nothing_is_remembered_of_contexts_that_are_gone(pod):
     async with pod("a") as kv:
         for number in range(3):
