@@ -375,8 +375,8 @@ class ContextCatalog:
 
         The first load of pulled KV names the peer as the tier of all its blocks. `verify`: compare all bytes first.
 
-        Raises InvalidRequest, FingerprintMismatch, CacheRefNotFound, CorruptBlock; a corrupt block is quarantined and
-        the manifests that hold it are removed.
+        Raises InvalidRequest, FingerprintMismatch, CacheRefNotFound, CorruptBlock, StorageFull; a corrupt block is
+        quarantined and the manifests that hold it are removed.
         """
         require_fingerprint(fingerprint, manifest.fingerprint)
         files = num_files(manifest)
@@ -389,7 +389,8 @@ class ContextCatalog:
         is_leased = lease is not None and self._leases.open(lease, keys)
         held = [] if is_leased or not in_slots else keys
         self._blocks.hold(held, "lease")
-        blocks = self.tiers.fetch(manifest, rank, wanted, in_slots=in_slots, verify=verify)
+        wait_s = 0 if lease is None else lease.room_wait_ms / 1000
+        blocks = self.tiers.fetch(manifest, rank, wanted, in_slots=in_slots, verify=verify, room_wait_s=wait_s)
         ref = self.refs.get(manifest.tenant, manifest.cache_ref)
         fresh = self._fresh(ref, rank)
         ref.fresh_ranks = ref.fresh_ranks - {rank}

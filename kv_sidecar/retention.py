@@ -294,6 +294,8 @@ class LeaseTerms:
     """Unguessable, made by the engine."""
     life_ms: int
     """Time after which the lease expires."""
+    room_wait_ms: int = 0
+    """Longest wait for a slot of the load's first block."""
 
     def check(self) -> None:
         """Raise InvalidRequest for a field with an illegal value."""

@@ -192,13 +192,14 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     @override
     async def LoadBlocks(self, request: pb.LoadBlocksRequest, context: Context) -> AsyncIterator[pb.LoadBlocksResponse]:
         manifest = await self._catalog.open(request.tenant, request.cache_ref, again=True)
+        room_wait_ms = min(max(request.room_wait_ms, 0), MAX_WAIT_SLOT_MS)
         blocks = self._catalog.load(
             manifest,
             request.fingerprint,
             request.rank,
             request.block_indices,
             in_slots=request.borrower in self._sidecar.memory.borrowers,
-            lease=LeaseTerms(request.lease_id, request.lease_ms) if request.lease_id else None,
+            lease=LeaseTerms(request.lease_id, request.lease_ms, room_wait_ms) if request.lease_id else None,
             verify=request.verify,
         )
         try:

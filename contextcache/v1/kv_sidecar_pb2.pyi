@@ -1175,6 +1175,7 @@ class LoadBlocksRequest(google.protobuf.message.Message):
     LEASE_MS_FIELD_NUMBER: builtins.int
     BORROWER_FIELD_NUMBER: builtins.int
     VERIFY_FIELD_NUMBER: builtins.int
+    ROOM_WAIT_MS_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     cache_ref: builtins.str
@@ -1195,6 +1196,10 @@ class LoadBlocksRequest(google.protobuf.message.Message):
     """True: the engine found a copy corrupt. The sidecar compares each file's bytes before it names a slot, drops or
     quarantines a bad copy and serves another one.
     """
+    room_wait_ms: builtins.int
+    """Longest wait in ms of a load with a lease for a slot of its first file, at most 1000. Without a slot the answer is
+    RESOURCE_EXHAUSTED `storage_full`.
+    """
     @property
     def block_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Positions wanted among the context's files, in order."""
@@ -1211,8 +1216,9 @@ class LoadBlocksRequest(google.protobuf.message.Message):
         lease_ms: builtins.int = ...,
         borrower: builtins.str = ...,
         verify: builtins.bool = ...,
+        room_wait_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_indices", b"block_indices", "borrower", b"borrower", "cache_ref", b"cache_ref", "fingerprint", b"fingerprint", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "rank", b"rank", "tenant", b"tenant", "verify", b"verify"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_indices", b"block_indices", "borrower", b"borrower", "cache_ref", b"cache_ref", "fingerprint", b"fingerprint", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "rank", b"rank", "room_wait_ms", b"room_wait_ms", "tenant", b"tenant", "verify", b"verify"]) -> None: ...
 
 Global___LoadBlocksRequest: typing_extensions.TypeAlias = LoadBlocksRequest
 

@@ -6,7 +6,9 @@ import asyncio
 import errno
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -477,3 +479,62 @@ async def test_a_slot_that_is_evicted_while_a_later_file_waits_is_freed_once(roo
 
     assert roomy.memory.lent_bytes == roomy.missing_bytes() == 0
     assert roomy.memory.free_bytes <= roomy.memory.limit_bytes
+
+
+@asynccontextmanager
+async def full_arena(root: Path, lease: LeaseTerms | None) -> AsyncIterator[tuple[SidecarUnderTest, Any, Any]]:
+    """Two contexts on disk, and the second one pinned in all of the arena; the first one's load is to begin."""
+    async with SidecarUnderTest(root, clock=ManualClock(), memory_limit_bytes=3 * FILE_BYTES) as kv:
+        waits = await kv.save(PROMPT)
+        pins = await pinning(kv, lease)
+        manifest = await kv.catalog.open(TENANT, waits.cache_ref)
+        numbers = count(1)
+
+        def load(room_wait_ms: int) -> Any:
+            lease = LeaseTerms(f"{next(numbers):032}", 60_000, room_wait_ms)
+            return kv.catalog.load(manifest, waits.fingerprint, 0, [0, 1, 2], in_slots=True, lease=lease)
+
+        yield kv, pins, load
+        await pins.aclose()
+
+
+@pytest.mark.parametrize("end", ["lease ended", "lease expired", "load ended"])
+async def test_a_load_waits_for_room_inside_its_call(tmp_path: Path, end: str) -> None:
+    """Seen failing: the load was refused at once, and the engine asked every 20 ms."""
+    lease = None if end == "load ended" else LeaseTerms("a" * 32, 1_000)
+    async with full_arena(tmp_path, lease) as (kv, pins, load):
+        blocks = load(room_wait_ms=60_000)
+        first = asyncio.create_task(anext(blocks))
+        await asyncio.wait([first], timeout=0.2)
+        assert not first.done()
+        await pins.aclose()
+        if end == "lease ended":
+            await kv.catalog.end_load("a" * 32)
+        elif end == "lease expired":
+            kv.clock.advance(ms=1_000)  # type: ignore[attr-defined]  # a ManualClock
+            await kv.catalog.collect()
+        async with asyncio.timeout(30):
+            served = [*await first, *[block for group in [group async for group in blocks] for block in group]]
+
+        assert sorted(block.block_index for block in served) == [0, 1, 2]
+        assert all(block.slot is not None for block in served)
+        assert kv.sidecar.tiers._num_waiting == kv.memory._num_waiting == 0
+
+
+@pytest.mark.parametrize("room_wait_ms", [0, 50])
+async def test_a_load_without_room_ends_with_its_wait(tmp_path: Path, room_wait_ms: int) -> None:
+    async with full_arena(tmp_path, None) as (_, _, load):
+        with pytest.raises(StorageFull):
+            await anext(load(room_wait_ms=room_wait_ms))
+
+
+async def test_few_loads_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_sidecar.tiers.tiers._WAITING_MAX", 1)
+    async with full_arena(tmp_path, None) as (_, pins, load):
+        first = asyncio.create_task(anext(load(room_wait_ms=60_000)))
+        await asyncio.wait([first], timeout=0.2)
+        with pytest.raises(StorageFull):
+            await anext(load(room_wait_ms=60_000))
+        await pins.aclose()
+        async with asyncio.timeout(30):
+            assert await first
