@@ -561,6 +561,8 @@ async def test_a_context_larger_than_memory_has_no_slots_for_all_and_is_served_i
     async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=3 * FILE_BYTES) as kv:
         manifest = await kv.catalog.open(TENANT, new.cache_ref)
         async with aclosing(kv.catalog.load(manifest, new.fingerprint, 0, range(10), in_slots=True)) as blocks:
+            # The engine copies the blocks that have room before it asks for the rest.
+            assert [block.slot is not None for block in await anext(blocks)] == [True] * 3
             with pytest.raises(StorageFull):
                 await anext(blocks)
 
