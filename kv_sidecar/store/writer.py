@@ -409,8 +409,9 @@ class SharedTier:
     async def end_delete(self, removal: Removal) -> None:
         """Remove KV, and the blocks without another holder, after the writer's current work on it.
 
-        Then this pod writes nothing more of it. If the store refuses, or takes longer than the caller waits, the removal
-        is retried until the store takes it or this process ends. Then the collector finds it. Raises SidecarUnavailable.
+        Then this pod writes nothing more of it. If the store refuses, or takes longer than the caller waits, the
+        removal is retried until the store takes it or this process ends. Then the collector finds it.
+        Raises SidecarUnavailable.
         """
         try:
             while self._is_at(removal):
