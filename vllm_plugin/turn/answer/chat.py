@@ -49,7 +49,7 @@ class AnswerResult:
     cached_tokens: int = 0
     """As the engine counts them."""
     kv_transfer: dict[str, Any] = field(default_factory=dict)
-    """Report of the engine's connector, in an answer without a stream."""
+    """Report of the engine's connector: a whole answer and a response's last event have it, a chat's stream not."""
     error: bool = False
     """The engine broke off with an error event."""
 
@@ -75,6 +75,11 @@ class AnswerResult:
         self.prompt_tokens = _count(usage.get("prompt_tokens"))
         self.completion_tokens = _count(usage.get("completion_tokens"))
         self.cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+
+    def take_report(self, answer: dict[str, Any]) -> None:
+        """Read the report of the engine's connector from a whole answer."""
+        if isinstance(told := answer.get("kv_transfer_params"), dict):
+            self.kv_transfer = told
 
     def take_choice(self, choice: dict[str, Any]) -> None:
         """Read one choice of a whole answer or of one event."""
@@ -174,8 +179,7 @@ class JsonAnswer:
         choice = _only(self._answer["choices"])
         self.result.take_choice(choice)
         self.result.take_usage(self._answer["usage"])
-        if isinstance(told := self._answer.get("kv_transfer_params"), dict):
-            self.result.kv_transfer = told
+        self.result.take_report(self._answer)
         if self._request.prefill_only:
             _without_output(choice)
         self.result.check_finished()

@@ -114,17 +114,15 @@ def usage_object(usage: TurnUsage, outcome: CommitOutcome, *, openai_format: boo
         "restore_ms": _rounded(usage.loaded),
         "committed": outcome.committed,
     }
-    if usage.saved_ms is not None:
-        context["saved_ms"] = usage.saved_ms
-    if usage.match:
-        context["match"] = usage.match
-    if usage.diverged is not None:
-        at, why = usage.diverged.message, usage.diverged.why.value
-        context["diverged"] = {"message": at, "token": usage.context_tokens, "why": why}
-    if usage.truncated_tokens:
-        context["truncated_tokens"] = usage.truncated_tokens
-    if reason := outcome.reason or usage.no_kv:
-        context["reason"] = reason
+    at = usage.diverged
+    rarer = {
+        "saved_ms": usage.saved_ms,
+        "match": usage.match or None,
+        "diverged": at and {"message": at.message, "token": usage.context_tokens, "why": at.why.value},
+        "truncated_tokens": usage.truncated_tokens or None,
+        "reason": outcome.reason or usage.no_kv or None,
+    }
+    context |= {name: value for name, value in rarer.items() if value is not None}
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + usage.completion_tokens,

@@ -202,6 +202,7 @@ class _Told:
         for item in response["output"]:
             _take_item(item, result)
         result.item_ids = [item["id"] for item in response["output"] if isinstance(item.get("id"), str)]
+        result.take_report(response)
         usage = response["usage"]
         result.take_usage(
             {

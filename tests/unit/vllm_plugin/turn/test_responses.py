@@ -264,10 +264,10 @@ async def test_an_engine_without_vllms_words_carries_no_contexts_here(tmp_path):
     assert (refused.status, refused.json["error"]["code"]) == (400, "invalid_request")
 
 
-def stream_reader():
-    """Return a reader of one turn's stream, without a pod."""
+def reader(*, stream=True):
+    """Return a reader of one turn's answer, without a pod."""
     dialect = Responses.of({"app": SimpleNamespace(state=STATE)})
-    body = {"model": "m", "input": "Hi", "stream": True, "conversation": "mine"}
+    body = {"model": "m", "input": "Hi", "stream": stream, "conversation": "mine"}
     request = dialect.turn(PATH, body, {}, json.dumps(body).encode(), "mine")
     session = SimpleNamespace(session_id="mine", generation=0)
     return dialect.answer(SimpleNamespace(request=request, session=session, save_ref="ref"))
@@ -282,7 +282,7 @@ ENGINES = {"id": "resp_engine", "status": "failed", "output": [], "output_messag
 
 def test_a_response_that_failed_has_the_fields_of_one_that_is_whole():
     """Seen to fail with the event passed as it came: it had the engine's id and the sampled ids."""
-    told = stream_reader().feed(as_event("response.failed", response=ENGINES | {"kv_transfer_params": {"a": 1}}))
+    told = reader().feed(as_event("response.failed", response=ENGINES | {"kv_transfer_params": {"a": 1}}))
 
     (event,) = [json.loads(frame.split(b"data: ")[1]) for frame in told.split(b"\n\n") if frame]
     assert event["response"]["id"] == "resp_1_mine"
@@ -291,7 +291,7 @@ def test_a_response_that_failed_has_the_fields_of_one_that_is_whole():
 
 def test_an_error_before_a_failed_response_does_not_begin_the_stream_twice():
     """Seen to fail with the early events told before each of them."""
-    answer = stream_reader()
+    answer = reader()
     stream = as_event("response.created", response=ENGINES | {"status": "in_progress"})
     stream += as_event("error", message="boom", code="500") + as_event("response.failed", response=ENGINES)
 
@@ -301,7 +301,7 @@ def test_an_error_before_a_failed_response_does_not_begin_the_stream_twice():
 
 def test_half_a_surrogate_pair_passes_escaped_as_in_a_chat():
     """Seen to fail: the event was no UTF-8."""
-    answer = stream_reader()
+    answer = reader()
 
     told = answer.feed(as_event("response.created", response=ENGINES | {"user": "\ud83d"}) + as_event("x"))
 
@@ -314,4 +314,19 @@ def test_early_events_without_an_end_are_an_engine_that_failed(monkeypatch):
     monkeypatch.setattr("vllm_plugin.turn.answer.chat._ANSWER_BYTES_MAX", 1000)
 
     with pytest.raises(EngineFailed, match="no end"):
-        stream_reader().feed(as_event("response.in_progress", response=ENGINES) * 20)
+        reader().feed(as_event("response.in_progress", response=ENGINES) * 20)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_report_of_the_engines_connector_is_read_as_in_a_chat(stream):
+    """Seen to fail: with LMCache, a response's loads were not told."""
+    usage = {"input_tokens": 5, "output_tokens": 1, "input_tokens_details": {"cached_tokens": 4}}
+    report = {"num_lmcache_extra_cached_tokens": 4}
+    whole = ENGINES | {"status": "completed", "output_messages": [{"tokens": [EOS]}], "usage": usage}
+    whole |= {"kv_transfer_params": report}
+    answer = reader(stream=stream)
+
+    answer.feed(as_event("response.completed", response=whole) if stream else json.dumps(whole).encode())
+    answer.complete()
+
+    assert answer.result.kv_transfer == report
