@@ -18,7 +18,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from prometheus_client import Counter as Counted
@@ -73,22 +73,20 @@ class Changed:
     removed: Removed = NOTHING_REMOVED
 
 
+@dataclass(eq=False)
 class Retention:
     """Evicts contexts and keeps the KV of plain requests. Used from one event loop."""
 
-    def __init__(
-        self, runtime: Runtime, refs: Refs, *, tiers: Tiers, manifests: Manifests, guarantee_bytes: int
-    ) -> None:
-        """`guarantee_bytes`: bytes of each tenant that saves of other tenants do not evict; 0: none."""
-        self._runtime = runtime
-        self._refs = refs
-        self._tiers = tiers
-        self._manifests = manifests
-        self._guarantee_bytes = guarantee_bytes
-        self._evicting = asyncio.Lock()
-        self._used_at_ms: dict[tuple[TenantId, SessionId], int] = {}
-        self._misses: dict[tuple[TenantId, SessionId], KeptMiss] = {}
-        """Both by group; the collector forgets groups without manifests."""
+    runtime: Runtime
+    refs: Refs
+    tiers: Tiers
+    manifests: Manifests
+    guarantee_bytes: int
+    """Bytes of each tenant that saves of other tenants do not evict; 0: none."""
+    _evicting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _used_at_ms: dict[tuple[TenantId, SessionId], int] = field(default_factory=dict)
+    _misses: dict[tuple[TenantId, SessionId], KeptMiss] = field(default_factory=dict)
+    """Both by group; the collector forgets groups without manifests."""
 
     async def make_room(self, tenant: TenantId, size_bytes: int, *, for_kept: bool) -> None:
         """Evict until a file of this tenant fits below the mark, or nothing may leave. Raises OSError.
@@ -96,7 +94,7 @@ class Retention:
         `for_kept`: only kept KV leaves. Raises StorageFull when that is too little.
         """
         await self.make_share(tenant, size_bytes, for_kept=for_kept)
-        blocks = self._tiers.blocks
+        blocks = self.tiers.blocks
         await self._evict(
             tenant,
             lambda: blocks.shortage(size_bytes),
@@ -110,7 +108,7 @@ class Retention:
 
         `for_kept`: KV that a load may ask for stays.
         """
-        blocks = self._tiers.blocks
+        blocks = self.tiers.blocks
         if blocks.kept_bytes(tenant):
             await self._evict(
                 tenant,
@@ -127,22 +125,22 @@ class Retention:
             async with self._evicting:
                 if shortage().is_over:
                     return
-                candidates = filter(is_candidate, self._manifests)
+                candidates = filter(is_candidate, self.manifests)
                 order = sorted(candidates, key=lambda record: (not record.is_kept, self._is_named(record)))
                 victims = self._victims(shortage(), order, tenant)
                 named = {record.cache_ref for record in victims if self._is_named(record)}
 
                 def may_go(record: ManifestRecord) -> bool:
                     is_needed = self._is_named(record) and record.cache_ref not in named
-                    return not is_needed and not self._tiers.blocks.is_leased(record.keys)
+                    return not is_needed and not self.tiers.blocks.is_leased(record.keys)
 
-                records, freed_bytes = await self.sweep(victims, self._runtime.metrics.evicted, may_go)
+                records, freed_bytes = await self.sweep(victims, self.runtime.metrics.evicted, may_go)
                 if records:
                     log.info("contexts evicted", extra={"num_contexts": len(records), "freed_bytes": freed_bytes})
 
         if not shortage().is_over:
             # A caller that gives up must not leave records of files that are gone.
-            await self._runtime.threads.finish(evict())
+            await self.runtime.threads.finish(evict())
 
     async def sweep(
         self,
@@ -154,22 +152,22 @@ class Retention:
 
         Counts the manifests; returns them, and the bytes freed on disk.
         """
-        records = await self._manifests.sweep(doomed, may_go)
+        records = await self.manifests.sweep(doomed, may_go)
         counter.inc(len(records))
-        return records, await self._tiers.free(keys_of(records))
+        return records, await self.tiers.free(keys_of(records))
 
     def _is_named(self, record: ManifestRecord) -> bool:
-        return self._refs.is_named(record.tenant, record.cache_ref)
+        return self.refs.is_named(record.tenant, record.cache_ref)
 
     def _victims(self, missing: Shortage, records: Sequence[ManifestRecord], tenant: TenantId) -> list[ManifestRecord]:
         """Return the first records whose files make up for the shortage."""
-        blocks = self._tiers.blocks
+        blocks = self.tiers.blocks
         used, gone = Counter(blocks.bytes_by_tenant()), Counter[BlockKey]()
         victims: list[ManifestRecord] = []
         for record in records:
             if missing.is_over:
                 break
-            is_guaranteed = record.tenant != tenant and used[record.tenant] <= self._guarantee_bytes
+            is_guaranteed = record.tenant != tenant and used[record.tenant] <= self.guarantee_bytes
             if is_guaranteed or blocks.is_leased(record.keys):
                 continue
             victims.append(record)
@@ -182,29 +180,29 @@ class Retention:
 
     def refuse_repetition(self, manifest: Manifest) -> None:
         """Raise ContextExists when exactly these tokens are kept already, and prolong those."""
-        for cache_ref in self._manifests.prefixes.equals(beginning_of(manifest)):
-            record = self._manifests.live(manifest.tenant, cache_ref)
-            if record is not None and record.is_kept and not self._refs.get(manifest.tenant, cache_ref).is_replaced:
+        for cache_ref in self.manifests.prefixes.equals(beginning_of(manifest)):
+            record = self.manifests.live(manifest.tenant, cache_ref)
+            if record is not None and record.is_kept and not self.refs.get(manifest.tenant, cache_ref).is_replaced:
                 self.use(cache_ref, manifest.expires_at_ms)
                 raise ContextExists("these tokens are already kept")
 
     def use(self, cache_ref: CacheRef, expires_at_ms: int) -> None:
         """Note a use of kept KV and the expiry that it gives; the KV of sessions does not change."""
-        record = self._manifests.get(cache_ref)
+        record = self.manifests.get(cache_ref)
         if record is None or not record.is_kept:
             return
-        now_ms = self._runtime.clock.now_ms()
-        self._manifests.use(cache_ref)
+        now_ms = self.runtime.clock.now_ms()
+        self.manifests.use(cache_ref)
         self._used_at_ms[record.tenant, record.session_id] = now_ms
         if expires_at_ms - record.expires_at_ms > (expires_at_ms - now_ms) // _SHARE_USED:
-            ref = self._refs.get(record.tenant, cache_ref)
+            ref = self.refs.get(record.tenant, cache_ref)
             ref.used_until_ms = max(expires_at_ms, ref.used_until_ms)
 
     def note_match(self, question: PrefixQuestion, num_tokens: int) -> None:
         """Remember where a conversation diverged from its kept KV, if it did."""
-        group = self._manifests.of_session(question.tenant, question.group)
+        group = self.manifests.of_session(question.tenant, question.group)
         if group and num_tokens < min(group[-1].num_tokens, question.num_tokens):
-            miss = KeptMiss(num_tokens, question.num_tokens, self._runtime.clock.now_ms())
+            miss = KeptMiss(num_tokens, question.num_tokens, self.runtime.clock.now_ms())
             self._misses[question.tenant, question.group] = miss
 
     def groups(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
@@ -213,7 +211,7 @@ class Retention:
         Raises InvalidRequest.
         """
         check_tenant(tenant)
-        manifests, blocks = self._manifests, self._tiers.blocks
+        manifests, blocks = self.manifests, self.tiers.blocks
         names = [group] if group.startswith(KEPT_PREFIX) else [] if group else manifests.groups(tenant)
         names.sort(key=lambda name: self._used_at_ms.get((tenant, name), 0), reverse=True)
         found = ((name, manifests.of_session(tenant, name)) for name in names[:GROUPS_SHOWN])
@@ -237,18 +235,18 @@ class Retention:
         Returns the manifests that changed. A file that cannot be written now is tried again in the next call.
         """
         for notes in (self._used_at_ms, self._misses):
-            for tenant, name in [key for key in notes if not self._manifests.of_session(*key)]:
+            for tenant, name in [key for key in notes if not self.manifests.of_session(*key)]:
                 del notes[tenant, name]
-        used = [(ref, ref.used_until_ms) for ref in self._refs if ref.used_until_ms]
+        used = [(ref, ref.used_until_ms) for ref in self.refs if ref.used_until_ms]
         return [record for ref, until_ms in used for record in await self._prolong(ref, until_ms)]
 
     async def _prolong(self, ref: Ref, until_ms: int) -> list[ManifestRecord]:
-        record = self._manifests.get(ref.cache_ref)
+        record = self.manifests.get(ref.cache_ref)
         if record is None:
             return []
         ref.used_until_ms = 0
         try:
-            return await self._manifests.move_expiry(lambda: [record], until_ms)
+            return await self.manifests.move_expiry(lambda: [record], until_ms)
         except (StorageFull, SidecarUnavailable, OSError):
             self.use(ref.cache_ref, until_ms)
             return []
@@ -258,26 +256,26 @@ class Retention:
 
         `remove_replaced` removes the rest.
         """
-        self._used_at_ms[manifest.tenant, manifest.session_id] = self._runtime.clock.now_ms()
-        group = self._manifests.of_session(manifest.tenant, manifest.session_id)
+        self._used_at_ms[manifest.tenant, manifest.session_id] = self.runtime.clock.now_ms()
+        group = self.manifests.of_session(manifest.tenant, manifest.session_id)
         others = [record for record in group if record.cache_ref != manifest.cache_ref]
         begun = [record for record in others if record.at.begins(manifest)]
         rest = [record for record in others if record not in begun]
         surplus = rest[: max(len(rest) + 1 - GROUP_MAX, 0)]
         for record in (*begun, *surplus):
-            self._refs.get(record.tenant, record.cache_ref).is_replaced = True
+            self.refs.get(record.tenant, record.cache_ref).is_replaced = True
         return await self._remove_unneeded([*begun, *surplus])
 
     async def remove_replaced(self) -> tuple[ManifestRecord, ...]:
         """Remove and return the replaced kept KV that no load may need by now. Looks at every ref."""
-        found = [self._manifests.get(ref.cache_ref) for ref in self._refs if ref.is_replaced]
+        found = [self.manifests.get(ref.cache_ref) for ref in self.refs if ref.is_replaced]
         return await self._remove_unneeded([record for record in found if record is not None])
 
     async def _remove_unneeded(self, records: Iterable[ManifestRecord]) -> tuple[ManifestRecord, ...]:
         def may_go(record: ManifestRecord) -> bool:
-            return not self._is_named(record) and not self._tiers.blocks.is_leased(record.keys)
+            return not self._is_named(record) and not self.tiers.blocks.is_leased(record.keys)
 
-        removed, _ = await self.sweep(filter(may_go, records), self._runtime.metrics.replaced, may_go)
+        removed, _ = await self.sweep(filter(may_go, records), self.runtime.metrics.replaced, may_go)
         return tuple(removed)
 
 
@@ -305,16 +303,16 @@ class LeaseTerms:
             raise InvalidRequest("a lease must have a duration above 0", param="lease_ms")
 
 
+@dataclass(eq=False)
 class Leases:
     """At most `max_leases`, each for at most `life_ms_max`."""
 
-    def __init__(self, blocks: Blocks, runtime: Runtime, *, max_leases: int, life_ms_max: int) -> None:
-        self._blocks = blocks
-        self._runtime = runtime
-        self._max_leases = max_leases
-        self._life_ms_max = life_ms_max
-        self._leases: dict[str, tuple[int, dict[BlockKey, None]]] = {}
-        """Deadline in ms and blocks by id, in the order of the load: at its end the last block is the latest used."""
+    blocks: Blocks
+    runtime: Runtime
+    max_leases: int
+    life_ms_max: int
+    _leases: dict[str, tuple[int, dict[BlockKey, None]]] = field(default_factory=dict)
+    """Deadline in ms and blocks by id, in the order of the load: at its end the last block is the latest used."""
 
     def open(self, terms: LeaseTerms, keys: Iterable[BlockKey]) -> bool:
         """Put blocks under a lease; False when there are too many leases already.
@@ -322,27 +320,27 @@ class Leases:
         A known id gets these blocks too, and its time anew. Raises InvalidRequest.
         """
         terms.check()
-        if terms.lease_id not in self._leases and len(self._leases) >= self._max_leases:
-            self._runtime.metrics.leases.labels("refused").inc()
+        if terms.lease_id not in self._leases and len(self._leases) >= self.max_leases:
+            self.runtime.metrics.leases.labels("refused").inc()
             return False
         _, held = self._leases.get(terms.lease_id, (0, {}))
         fresh = {key: None for key in keys if key not in held}
-        deadline_ms = self._runtime.clock.now_ms() + min(terms.life_ms, self._life_ms_max)
+        deadline_ms = self.runtime.clock.now_ms() + min(terms.life_ms, self.life_ms_max)
         self._leases[terms.lease_id] = (deadline_ms, held | fresh)
-        self._blocks.hold(fresh, "lease")
+        self.blocks.hold(fresh, "lease")
         return True
 
     def end(self, lease_id: str, how: Literal["ended", "expired"] = "ended") -> list[BlockKey]:
         """End a lease; return the blocks without a reference: the caller frees them. Idempotent."""
         if lease_id not in self._leases:
             return []
-        self._runtime.metrics.leases.labels(how).inc()
+        self.runtime.metrics.leases.labels(how).inc()
         _, held = self._leases.pop(lease_id)
-        return self._blocks.let_go(held, "lease")
+        return self.blocks.let_go(held, "lease")
 
     def expire(self) -> None:
         """End the leases past their deadline; the collector frees the blocks without a reference."""
-        now_ms = self._runtime.clock.now_ms()
+        now_ms = self.runtime.clock.now_ms()
         for lease_id in [lease_id for lease_id, (deadline_ms, _) in self._leases.items() if deadline_ms <= now_ms]:
             self.end(lease_id, "expired")
 
