@@ -103,8 +103,6 @@ class ContextCatalog:
         self._intake = Intake(runtime, refs, tiers.blocks, limits)
         self._leases = Leases(tiers.blocks, runtime, max_leases=limits.max_leases, life_ms_max=limits.lease_ms)
         self._reading_ahead = asyncio.Lock()
-        self._room = asyncio.Event()
-        """Set, and replaced, when there may be room for a slot again."""
 
     def tenant_usage(self, tenant: TenantId) -> tuple[int, int]:
         """Return the bytes on disk that a tenant's new contexts cannot use, and its limit; 0: none.
@@ -171,30 +169,14 @@ class ContextCatalog:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not lent:
-                    room = self._room
                     for place, size_bytes in places:
                         slot = self.tiers.memory.lend(borrower, place, size_bytes)
                         if slot is None:
                             break
                         lent.append(slot)
                     if not lent:
-                        await room.wait()
+                        await self.tiers.memory.more_room()
         return lent
-
-    def return_slots(self, borrower: str, slot_ids: Iterable[int]) -> None:
-        """Free slots that their borrower will not write to any more. Idempotent."""
-        self.tiers.memory.give_back(borrower, slot_ids)
-        self._tell_of_room()
-
-    def end_borrower(self, borrower: str) -> None:
-        """Free all slots that were lent to a process that has ended."""
-        self.tiers.memory.end_borrower(borrower)
-        self._tell_of_room()
-
-    def _tell_of_room(self) -> None:
-        """Let calls that wait for a slot try again."""
-        self._room.set()
-        self._room = asyncio.Event()
 
     async def take_slots(self, cache_ref: CacheRef, rank: int, files: Sequence[tuple[int, int]]) -> int:
         """Verify and take block files in lent slots, which are the sidecar's again in any case; return their bytes.
@@ -224,10 +206,7 @@ class ContextCatalog:
                 raise
             return await self.tiers.take_slots(list(zip(slots, expected, strict=True)))
 
-        try:
-            return await self._finish(self._take(ref, save, expected, store()))
-        finally:
-            self._tell_of_room()
+        return await self._finish(self._take(ref, save, expected, store()))
 
     async def take_block(
         self, cache_ref: CacheRef, rank: int, block_index: int, data: Buffer, *, vouched: str = ""
@@ -403,7 +382,6 @@ class ContextCatalog:
         finally:
             await blocks.aclose()
             left = self._blocks.let_go(held, "lease")
-            self._tell_of_room()
             if left:
                 await self._finish(self.tiers.free(left))
 
@@ -426,7 +404,6 @@ class ContextCatalog:
     async def end_load(self, lease_id: str) -> None:
         """End a load's lease, and free what was deleted meanwhile. Idempotent."""
         keys = self._leases.end(lease_id)
-        self._tell_of_room()
         if keys:
             await self._finish(self.tiers.free(keys))
 
@@ -524,7 +501,6 @@ class ContextCatalog:
         replaced = await self.retention.remove_replaced()
         self._intake.end_overdue()
         self._leases.expire()
-        self._tell_of_room()
         now_ms = self._runtime.clock.now_ms()
         expired = [record for record in self.manifests if record.expires_at_ms <= now_ms]
         records, freed = await self.retention.sweep(expired, self._runtime.metrics.collected)

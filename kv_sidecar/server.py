@@ -142,7 +142,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def ReturnSlots(self, request: pb.ReturnSlotsRequest, context: Context) -> pb.ReturnSlotsResponse:
-        self._catalog.return_slots(request.borrower, request.slot_ids)
+        self._sidecar.memory.give_back(request.borrower, request.slot_ids)
         return pb.ReturnSlotsResponse()
 
     @override

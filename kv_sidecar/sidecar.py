@@ -156,7 +156,7 @@ class Sidecar:
                 Path(f"{socket}{SUFFIX}"),
                 self.memory.region,
                 on_come=self.memory.borrowers.add,
-                on_gone=self.catalog.end_borrower,
+                on_gone=self.memory.end_borrower,
             )
             try:
                 door.open()

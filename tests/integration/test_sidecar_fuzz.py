@@ -291,7 +291,7 @@ def test_absurd_loans_are_made_or_refused_with_a_typed_code_and_none_is_lost(doo
     check()
     rank.close()
     assert outcomes == {None, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAVAILABLE}
-    doors.kv.catalog.end_borrower(BORROWER)
+    doors.kv.memory.end_borrower(BORROWER)
     assert doors.kv.missing_bytes() == memory.lent_bytes == 0
 
 

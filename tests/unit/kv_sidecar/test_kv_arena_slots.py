@@ -339,7 +339,7 @@ async def returned(kv: SidecarUnderTest, new: NewSave) -> Callable[[], Any]:
     (lent,) = await kv.catalog.lend(BORROWER, [(place_of(new), FILE_BYTES)], timeout_s=1)
 
     async def give_back() -> None:
-        kv.catalog.return_slots(BORROWER, [lent.slot_id])
+        kv.memory.give_back(BORROWER, [lent.slot_id])
 
     return give_back
 
@@ -349,7 +349,7 @@ async def borrower_ended(kv: SidecarUnderTest, new: NewSave) -> Callable[[], Any
     await kv.catalog.lend("other", [(place_of(new), FILE_BYTES)], timeout_s=1)
 
     async def end() -> None:
-        kv.catalog.end_borrower("other")
+        kv.memory.end_borrower("other")
 
     return end
 
@@ -398,7 +398,7 @@ async def test_who_waits_for_a_slot_gets_it_as_there_is_room(kv: SidecarUnderTes
     async with asyncio.timeout(30):
         (lent,) = await waiting
     assert lent.place == place_of(new, 1)
-    kv.catalog.return_slots(BORROWER, [lent.slot_id])
+    kv.memory.give_back(BORROWER, [lent.slot_id])
     assert kv.memory.lent_bytes == kv.missing_bytes() == 0
 
 
