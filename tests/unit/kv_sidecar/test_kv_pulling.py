@@ -260,7 +260,7 @@ async def test_a_peer_without_any_of_it_ends_the_pull(pair: Pair) -> None:
 
 @pytest.mark.parametrize("way", ["absent", "other engine", "corrupt"])
 async def test_a_pull_that_brings_nothing_leaves_the_reason_of_the_save_that_failed(pair: Pair, way: str) -> None:
-    """Seen failing: after the pull, a reader no longer learned why the save had failed."""
+    """The reader still learns why the save had failed."""
     ref = new_cache_ref()
     if way != "absent":
         ref = (await pair.there.save(PROMPT)).cache_ref

@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 
 _COPIES_AT_ONCE = 2
 """Parts of loads that are copied at once: two threads copy nearly twice as fast as one."""
-_ROOM_PAUSE_S, _ROOM_TRIES = 0.02, 25
-"""Pause in seconds before a load asks again for room, and tries without any: another load holds it for some 20 ms."""
+_ROOM_WAIT_MS = 200
+"""Longest wait in the sidecar for room: other loads hold it for some 20 ms, and computing takes its place after that."""
 _PARTS_AHEAD = 4
 """Parts of one load that are copied or wait for a thread."""
 
@@ -266,14 +266,11 @@ class Loader:
     def _copy_all(self, arena: Arena, load: Load, progress: _Progress, *, verify: bool) -> None:
         """Copy all pieces. Where the arena has no room for the rest, copied pieces make room. Raises StorageFull."""
         for batch in self._batches(load.plan.pieces, arena):
-            asked, num_tries = batch, 0
+            asked = batch
             while asked:
                 left = self._copy_pieces(arena, load, progress, asked, verify=verify)
-                num_tries = num_tries + 1 if len(left) == len(asked) else 0
-                if num_tries == _ROOM_TRIES:
+                if len(left) == len(asked):
                     raise StorageFull("the arena has no room for a block that is on disk")
-                if num_tries:
-                    time.sleep(_ROOM_PAUSE_S)
                 asked = left
 
     def _batches(self, pieces: Sequence[Piece], arena: Arena) -> Iterator[Sequence[Piece]]:
@@ -311,6 +308,7 @@ class Loader:
             lease_id=lease_id,
             lease_ms=max(int(self._remaining_s(load) * 1000), 1),
             verify=verify,
+            room_wait_ms=min(_ROOM_WAIT_MS, int(self._remaining_s(load) * 500)),
         )
         copying = deque[tuple[Future[None], Sequence[_Arrival]]]()
         progress.is_full = False

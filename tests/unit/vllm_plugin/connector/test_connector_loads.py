@@ -640,15 +640,25 @@ def test_copied_blocks_make_room_for_the_rest_of_a_load(start_engine: Callable[.
     assert engine.sidecar.leases == set()
 
 
-def test_a_load_that_the_arena_has_no_room_for_at_all_is_computed(start_engine: Callable[..., Engine]) -> None:
+def test_a_load_that_the_arena_has_no_room_for_at_all_is_computed(
+    start_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
     answer = engine.save(PROMPT, A)
     engine.loop.forget_prefixes()
     assert engine.sidecar.memory.allocate(39_000)
+    waits_ms, load_blocks = [], engine.sidecar.load_blocks
+
+    def asked(request: Any, timeout_s: float) -> Any:
+        waits_ms.append(request.room_wait_ms)
+        return load_blocks(request, timeout_s)
+
+    monkeypatch.setattr(engine.sidecar, "load_blocks", asked)
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
 
     assert engine.loop.run_to_end("again") == answer
     assert engine.counted("failed_loads", "storage_full") == 1
+    assert waits_ms == [200], "one question, which waits in the sidecar"
 
 
 @pytest.mark.parametrize("spoil", [False, True])
