@@ -94,6 +94,7 @@ def _wanted(manifest: Manifest, rank: int, block_indices: Iterable[int]) -> list
 class _Incoming:
     """A file on its way in."""
 
+    key: BlockKey
     expected: BlockMeta
     data: Buffer
     slot: Slot | None
@@ -134,7 +135,7 @@ class Tiers:
         A slot is its block's afterwards, or free. Raises CorruptBlock, StorageFull, ContextQuotaExceeded, OSError for
         the first file that cannot be kept; the files after it are not written.
         """
-        incoming = [_Incoming(expected, self.memory.view(slot), slot) for slot, expected in files]
+        incoming = [_Incoming(expected.key, expected, self.memory.view(slot), slot) for slot, expected in files]
         try:
             await self._take(incoming)
         finally:
@@ -148,23 +149,23 @@ class Tiers:
 
         `vouched`: the checksum it must have; empty: any. Raises as `take_slots`.
         """
-        await self._take([_Incoming(expected, data, None, vouched)])
+        await self._take([_Incoming(expected.key, expected, data, None, vouched)])
         return len(data)
 
     async def _take(self, files: Sequence[_Incoming]) -> None:
         """Take files together, except those with a step of another call: they are taken when it has ended."""
         while files:
-            ready = {it.expected.key: it for it in files if not self.blocks.is_busy(it.expected.key)}
+            ready = {it.key: it for it in files if not self.blocks.is_busy(it.key)}
             if ready:
                 await self._take_ready(ready)
             else:
-                await self.blocks.settled(files[0].expected.key)
-            files = [it for it in files if ready.get(it.expected.key) is not it]
+                await self.blocks.settled(files[0].key)
+            files = [it for it in files if ready.get(it.key) is not it]
 
     async def _take_ready(self, files: Mapping[BlockKey, _Incoming]) -> None:
         # The file of another save of the same block stays: its bytes are vouched for. The new file is dropped.
         new = [it for key, it in files.items() if not self.blocks.checksum(key)]
-        blocks = [self.blocks.get(it.expected.key) or Block(it.expected.key) for it in new]
+        blocks = [self.blocks.get(it.key) or Block(it.key) for it in new]
         sizes = [(it.expected.tenant, len(it.data)) for it in new]
         with self.blocks.reserved(*sizes), self.blocks.step("write", *blocks):
             for it in new:
@@ -486,7 +487,7 @@ class Tiers:
             except Exception as exc:  # noqa: BLE001  # raised in the event loop, once the records are right
                 error = exc
             with suppress(OSError):
-                it.file = self.disk.state(it.expected.key)
+                it.file = self.disk.state(it.key)
         return error
 
     def _store_one(self, it: _Incoming) -> None:
@@ -494,7 +495,7 @@ class Tiers:
         if not it.is_new:
             return
         began_s = perf_counter()
-        it.file = self.disk.put(it.expected.key, it.data)
+        it.file = self.disk.put(it.key, it.data)
         self._metrics.io("write", "disk", len(it.data), began_s)
         if it.copy is not None and it.slot is None:
             began_s = perf_counter()
