@@ -46,7 +46,7 @@ from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.prompt.composition import answer_segment
 from vllm_plugin.turn.settings import TurnSettings
-from vllm_plugin.turn.turn import Phase, Turn
+from vllm_plugin.turn.turn import MAY_BE_DURABLE, Phase, Turn
 from vllm_plugin.turn.waiting import Background
 
 if TYPE_CHECKING:
@@ -138,11 +138,14 @@ class Settlement:
                 receipt=self._receipt_kept(turn, usage),
             )
             crash_point(BEFORE_COMMIT)
+            turn.advance("commit sent")
             committed = await self._commit_twice(turn, commit)
         except ContextCacheError as exc:
             self.metrics.refused_commits.labels(reason=exc.code).inc()
             log.warning("commit refused", extra={"session_id": session.session_id, "reason": exc.code})
-            self._drop(turn)
+            # An answer that names no durable commit leaves nothing to load; without one, the KV may be the context's.
+            if turn.phase is not Phase.IN_DOUBT or isinstance(exc, (ContextNotFound, ContextExpired)):
+                self._drop(turn)
             # No task renews the lease any more, and the next turn need not wait for its end.
             self.background.start(self._give_back(turn))
             turn.advance("commit refused")
@@ -282,11 +285,13 @@ class Settlement:
         """
         if turn.has_ended:
             return
+        may_be_durable = turn.phase in MAY_BE_DURABLE
         turn.advance("aborted")
         if turn.save_ref is None:
             return
         self.metrics.aborts.labels(reason="turn").inc()
-        self._drop(turn)
+        if not may_be_durable:
+            self._drop(turn)
         crash_point(BEFORE_ABORT)
         await self.background.finish(self._give_back(turn))
 

@@ -25,6 +25,8 @@ class Phase(Enum):
     GENERATING = "generating"
     SETTLING = "settling"
     """The answer is whole, and its last byte is held back."""
+    COMMITTING = "committing"
+    """The commit is sent."""
     IN_DOUBT = "in doubt"
     """A commit got no answer, so the manager may have made it durable."""
     COMMITTED = "committed"
@@ -35,16 +37,19 @@ class Phase(Enum):
     ABORTED = "aborted"
 
 
-_BEFORE_THE_END = (Phase.LEASED, Phase.COMPOSED, Phase.GENERATING, Phase.SETTLING, Phase.IN_DOUBT)
+MAY_BE_DURABLE = (Phase.COMMITTING, Phase.IN_DOUBT)
+"""Phases in which the manager may have made the commit durable: its KV must stay."""
+_BEFORE_THE_END = (Phase.LEASED, Phase.COMPOSED, Phase.GENERATING, Phase.SETTLING, *MAY_BE_DURABLE)
 PHASES = Phases(
     [
         ([Phase.LEASED], "prompt composed", Phase.COMPOSED),
         ([Phase.COMPOSED], "engine asked", Phase.GENERATING),
         ([Phase.GENERATING], "answer whole", Phase.SETTLING),
         ([Phase.SETTLING], "nothing to commit", Phase.READ_ONLY),
-        ([Phase.SETTLING], "commit unanswered", Phase.IN_DOUBT),
-        ([Phase.SETTLING, Phase.IN_DOUBT], "committed", Phase.COMMITTED),
-        ([Phase.SETTLING], "commit refused", Phase.REFUSED),
+        ([Phase.SETTLING], "commit sent", Phase.COMMITTING),
+        ([Phase.COMMITTING], "commit unanswered", Phase.IN_DOUBT),
+        (MAY_BE_DURABLE, "committed", Phase.COMMITTED),
+        ([Phase.SETTLING, Phase.COMMITTING], "commit refused", Phase.REFUSED),
         ([Phase.IN_DOUBT], "commit refused", Phase.UNKNOWN),
         (_BEFORE_THE_END, "aborted", Phase.ABORTED),
     ]

@@ -118,6 +118,31 @@ async def test_a_commit_whose_answer_was_lost_and_that_another_turn_followed_is_
     context = answer.json["usage"]["context"]
     assert [segment.text for segment in segments][-2:] == [" x", "!"]
     assert (context["committed"], context["reason"]) == (False, "store_unavailable")
+    assert pod.sidecar.deleted == [], "the committed turn's KV"
+
+
+@pytest.mark.parametrize("is_create", [True, False])
+async def test_the_kv_of_a_turn_that_is_cut_off_while_its_commit_is_under_way_stays(pod, monkeypatch, is_create):
+    """Seen failing: the commit was durable, and the next turn recomputed all of it."""
+    session_id = "mine" if is_create else await created(pod)
+    sent = asyncio.Event()
+    name = "register_session_cache" if is_create else "commit_turn"
+    commit = getattr(pod.manager, name)
+
+    async def hang(turn):
+        await commit(turn)
+        sent.set()
+        await asyncio.sleep(1000)
+
+    monkeypatch.setattr(pod.manager, name, hang)
+    call = pod.create(prompt="x", session_id="mine") if is_create else pod.ask(session_id, prompt=" x")
+    asking = asyncio.create_task(call)
+    await sent.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await pod.story.background.drain()
+
+    assert pod.sidecar.deleted == []
 
 
 @pytest.mark.parametrize(
@@ -142,6 +167,7 @@ async def test_what_a_repeated_commit_is_refused_for_says_nothing_of_the_first(p
     answer = await pod.ask(session_id, prompt=" x")
 
     assert answer.json["usage"]["context"]["reason"] == told
+    assert bool(pod.sidecar.deleted) == (told != "store_unavailable")
 
 
 @pytest.mark.parametrize(
