@@ -107,10 +107,12 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         taken = pb.SaveBlocksResponse()
         async with FrameAssembly(self._frame_slots, limit_bytes=BLOCK_BYTES_MAX) as frames:
             async for request in request_iterator:
-                if request.slots:
-                    if len(request.slots) > SAVED_SLOTS_MAX:
-                        raise InvalidRequest(f"at most {SAVED_SLOTS_MAX} slots fit a message", param="slots")
-                    files = [(slot.block_index, slot.slot_id) for slot in request.slots]
+                files = [(slot.block_index, slot.slot_id) for slot in request.slots]
+                if request.WhichOneof("payload") == "slot_id":
+                    files.append((request.block_index, request.slot_id))
+                if len(files) > SAVED_SLOTS_MAX:
+                    raise InvalidRequest(f"at most {SAVED_SLOTS_MAX} slots fit a message", param="slots")
+                if files:
                     taken.size_bytes += await self._catalog.take_slots(request.cache_ref, request.rank, files)
                     taken.num_blocks += len(files)
                     continue

@@ -393,6 +393,7 @@ class SaveBlocksRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     BLOCK_INDEX_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
+    SLOT_ID_FIELD_NUMBER: builtins.int
     LAST_FRAME_FIELD_NUMBER: builtins.int
     SLOTS_FIELD_NUMBER: builtins.int
     cache_ref: builtins.str
@@ -400,9 +401,11 @@ class SaveBlocksRequest(google.protobuf.message.Message):
     rank: builtins.int
     """Rank."""
     block_index: builtins.int
-    """Position among the context's files, of a frame."""
+    """Position among the context's files, of a frame or of `slot_id`."""
     frame: builtins.bytes
-    """Next bytes of the block file, at most 1 MiB. Either a frame or slots come in one message."""
+    """Next bytes of the block file, at most 1 MiB."""
+    slot_id: builtins.int
+    """As one entry of `slots`; engines of 0.1 send it."""
     last_frame: builtins.bool
     """True on the last frame of a block file."""
     @property
@@ -416,10 +419,13 @@ class SaveBlocksRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         block_index: builtins.int = ...,
         frame: builtins.bytes = ...,
+        slot_id: builtins.int = ...,
         last_frame: builtins.bool = ...,
         slots: collections.abc.Iterable[Global___SavedSlot] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "cache_ref", b"cache_ref", "frame", b"frame", "last_frame", b"last_frame", "rank", b"rank", "slots", b"slots"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["frame", b"frame", "payload", b"payload", "slot_id", b"slot_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "cache_ref", b"cache_ref", "frame", b"frame", "last_frame", b"last_frame", "payload", b"payload", "rank", b"rank", "slot_id", b"slot_id", "slots", b"slots"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["frame", "slot_id"] | None: ...
 
 Global___SaveBlocksRequest: typing_extensions.TypeAlias = SaveBlocksRequest
 
