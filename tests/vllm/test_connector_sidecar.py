@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from contextcache.errors import CacheRefNotFound
+from contextcache.errors import CacheRefNotFound, StorageFull
 from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient, pack_token_ids
@@ -201,13 +202,23 @@ def _open_late(rank: Rank, together: threading.Barrier) -> None:
     load_blocks, is_first = link.load_blocks, [True]
 
     def buffered(request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
-        try:
-            answers = list(load_blocks(request, timeout_s))
-        finally:
-            if is_first.pop():
-                together.wait(60)
+        if not is_first.pop():
             is_first.append(False)
+            yield from list(load_blocks(request, timeout_s))
+            return
+        is_first.append(False)
+        room_wait_ms, request.room_wait_ms = request.room_wait_ms, 0
+        answers: list[pb.LoadBlocksResponse] = []
+        # The others hold the room until all have asked.
+        with suppress(StorageFull):
+            answers += load_blocks(request, timeout_s)
+        together.wait(60)
+        request.room_wait_ms = room_wait_ms
         yield from answers
+        if len([file for answer in answers for file in (answer, *answer.more)]) < len(request.block_indices):
+            if answers:
+                raise StorageFull("as the sidecar said")
+            yield from list(load_blocks(request, timeout_s))
 
     link.load_blocks = buffered
 

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 _COPIES_AT_ONCE = 2
 """Parts of loads that are copied at once: two threads copy nearly twice as fast as one."""
-_ROOM_WAIT_MS = 200
+_ROOM_WAIT_MS = 500
 """Longest wait in the sidecar for room. Other loads hold it for some 20 ms. Without room, the request is computed."""
 _PARTS_AHEAD = 4
 """Parts of one load that are copied or wait for a thread."""

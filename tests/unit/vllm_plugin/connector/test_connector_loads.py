@@ -658,7 +658,7 @@ def test_a_load_that_the_arena_has_no_room_for_at_all_is_computed(
 
     assert engine.loop.run_to_end("again") == answer
     assert engine.counted("failed_loads", "storage_full") == 1
-    assert waits_ms == [200], "one question, which waits in the sidecar"
+    assert waits_ms == [500], "one question, which waits in the sidecar"
 
 
 @pytest.mark.parametrize("spoil", [False, True])
