@@ -165,7 +165,8 @@ class LMCacheKV:
         """Take a context's pins back and delete it in all tiers of all servers; return the bytes that it had there.
 
         Refs name generations, whose chunks are the context's: they are deleted with it, unless it was never committed.
-        Raises SidecarUnavailable when a part is still there; it is tried again later.
+        Raises SidecarUnavailable when a part is still there. Of a context that this process knows, it is tried again
+        later, also when the caller was cancelled.
         """
         freed_bytes = 0
         for ref in cache_refs:
@@ -196,11 +197,11 @@ class LMCacheKV:
 
     async def _delete(self, tenant: TenantId, session_id: SessionId) -> int:
         salt, held = context_salt(tenant, session_id, self._secret), self._of(tenant, session_id)
-        instances = await self._api.instances()
         if held is None:
-            return await self._delete_listed(salt, instances)
+            return await self._delete_listed(salt, await self._api.instances())
         freed_bytes = 0
         try:
+            instances = await self._api.instances()
             for number, token_ids in enumerate(list(held.sequences)):
                 kv = SaltedTokens(salt, token_ids)
                 # Later sequences may share the beginning of the first: bytes are counted once.
@@ -211,7 +212,8 @@ class LMCacheKV:
                 await self._remove(kv, instances)
             if not held.is_whole:
                 await self._delete_listed(salt, instances)
-        except ContextCacheError:
+        except (ContextCacheError, asyncio.CancelledError):
+            # The sweep finishes what the caller no longer waits for.
             held.expires_at_ms = self._clock.now_ms() + _RETRY_MS
             raise
         if self._held.get(session_id) is held:  # else another call has deleted it, and a turn may have added it anew

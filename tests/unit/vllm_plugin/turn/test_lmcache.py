@@ -199,6 +199,43 @@ async def test_what_is_locked_is_tried_again_and_then_said(pod, fake):
     assert fake.stored == set()
 
 
+@pytest.mark.parametrize("call", ["instances", "size_bytes", "delete"])
+async def test_a_delete_that_its_caller_cancelled_is_finished_by_the_sweep(pod, fake, api, call):
+    """Seen failing: the KV stayed until the context's own expiry."""
+    create = (await pod.create(prompt=PROMPT)).json
+    asked, answered = asyncio.Event(), getattr(api, call)
+
+    async def silent(*_):
+        asked.set()
+        await asyncio.Event().wait()
+
+    setattr(api, call, silent)
+    deleting = asyncio.create_task(pod.lmcache.delete_context("demo", session_id=create["session_id"]))
+    await asked.wait()
+    deleting.cancel()
+    await asyncio.wait([deleting])
+    assert deleting.cancelled()
+
+    setattr(api, call, answered)
+    pod.clock.advance(s=61)
+    await pod.lmcache.expire()
+    assert fake.stored == set()
+    assert not fake.pins
+
+
+async def test_a_delete_that_found_no_coordinator_is_finished_by_the_sweep(pod, fake):
+    """Seen failing: the KV stayed until the context's own expiry."""
+    create = (await pod.create(prompt=PROMPT)).json
+    fake.failing = [500]
+
+    with pytest.raises(SidecarUnavailable):
+        await pod.lmcache.delete_context("demo", session_id=create["session_id"])
+
+    pod.clock.advance(s=61)
+    await pod.lmcache.expire()
+    assert fake.stored == set()
+
+
 async def test_pins_of_a_process_that_is_gone_do_not_keep_a_deleted_context(pod, fake, api):
     create = (await pod.create(prompt=PROMPT)).json
     await api.pin(SaltedTokens(salt_of(create["session_id"]), encode(PROMPT)))
