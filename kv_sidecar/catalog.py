@@ -164,18 +164,19 @@ class ContextCatalog:
         Waits at most `timeout_s` for the first one. Raises InvalidRequest, SaveIncomplete, ContextDeleted.
         """
         for place, _ in places:
-            self._intake.expected(place.cache_ref, place.rank, [place.block_index])
+            self._intake.save_with(place.cache_ref, place.rank, [place.block_index])
         lent: list[LentSlot] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not lent:
+                    room = self.tiers.memory.next_room()
                     for place, size_bytes in places:
                         slot = self.tiers.memory.lend(borrower, place, size_bytes)
                         if slot is None:
                             break
                         lent.append(slot)
                     if not lent:
-                        await self.tiers.memory.more_room()
+                        await room.wait()
         return lent
 
     async def take_slots(self, cache_ref: CacheRef, rank: int, files: Sequence[tuple[int, int]]) -> int:
@@ -230,10 +231,8 @@ class ContextCatalog:
         except (ContextCacheError, OSError) as exc:
             code = _code_of(exc)
             self._runtime.metrics.refused.labels(code).inc()
-            if ref.phase is Phase.OPEN:
-                await self.tiers.free(self._intake.end(ref, save, code, is_final=False))
-            else:
-                await self.tiers.free(file.key for file in files)
+            keys = self._intake.end(ref, save, code, is_final=False) if ref.phase is Phase.OPEN else []
+            await self.tiers.free([*keys, *(file.key for file in files)])
             raise
         if ref.save is not save:
             await self.tiers.free(file.key for file in files)

@@ -133,10 +133,15 @@ class Intake:
         Raises SaveIncomplete, ContextDeleted, InvalidRequest.
         """
         ref = self._owner(cache_ref)
-        save = _save_of(ref)
+        save = self.save_with(cache_ref, rank, block_indices)
+        return ref, save, [save.meta(index, rank) for index in block_indices]
+
+    def save_with(self, cache_ref: CacheRef, rank: int, block_indices: Sequence[int]) -> Save:
+        """Return the open save that these positions are part of. Raises as `expected`."""
+        save = _save_of(self._owner(cache_ref))
         if min(block_indices) < 0 or max(block_indices) >= save.num_files(save.num_sent.get(rank, 0)):
             raise InvalidRequest("block_index is not part of the save", param="block_index")
-        return ref, save, [save.meta(index, rank) for index in block_indices]
+        return save
 
     def took(self, save: Save, num_blocks: int, size_bytes: int) -> None:
         """Note files that came: a save that goes on is not ended, however long a slow disk takes."""

@@ -79,8 +79,8 @@ class Memory:
         self.lent_bytes = 0
         """Bytes of slots that engines may be writing to."""
         self._room = asyncio.Event()
-        self._num_waiting = 0
-        """Calls that wait for room."""
+        self._is_watched = False
+        """Whether a call may wait for `_room`."""
 
     @property
     def free_bytes(self) -> int:
@@ -180,18 +180,18 @@ class Memory:
         self.borrowers.discard(borrower)
         self.give_back(borrower, list(self._lent))
 
-    async def more_room(self) -> None:
-        """Wait until a slot or the last pin of a slot is freed, which may make room."""
-        self._room.clear()
-        self._num_waiting += 1
-        try:
-            await self._room.wait()
-        finally:
-            self._num_waiting -= 1
+    def next_room(self) -> asyncio.Event:
+        """Return what is set once a slot or the last pin of a slot is freed, which may make room.
+
+        Ask for it before the look for room: room that comes between the look and the wait then counts.
+        """
+        self._is_watched = True
+        return self._room
 
     def _tell_of_room(self) -> None:
-        if self._num_waiting:
+        if self._is_watched:
             self._room.set()
+            self._room, self._is_watched = asyncio.Event(), False
 
     def _end_loan(self, lent: LentSlot) -> Slot:
         del self._lent[lent.slot_id]

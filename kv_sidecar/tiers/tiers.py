@@ -234,6 +234,7 @@ class Tiers:
         """Serve one block in a slot; wait for the slot unless many loads wait already. Raises as `fetch`."""
         ends_s = asyncio.get_running_loop().time() + room_wait_s
         while True:
+            room = self.memory.next_room()
             try:
                 return await self._look(it, in_slots=True)
             except StorageFull:
@@ -242,7 +243,7 @@ class Tiers:
                 self._num_waiting += 1
                 try:
                     async with asyncio.timeout_at(ends_s):
-                        await self.memory.more_room()
+                        await room.wait()
                 except TimeoutError:
                     room_wait_s = 0  # a last look: a slot may have been freed at the deadline
                 finally:
@@ -298,7 +299,7 @@ class Tiers:
             now_ms = self._clock.now_ms()
             blocks = [block for key in waiting if (block := self.blocks.get(key)) is not None]
             doomed = [block for block in blocks if block.may_go(now_ms)]
-            # Noted before the removal: a step that ends meanwhile leaves a block that nobody looks at again.
+            # This stands before the removal. A step may end during it, and its block must be looked at again.
             waiting = {block.key: None for block in blocks if block.over is not None}
             freed_bytes += await self._remove(doomed) if doomed else 0
             if waiting:

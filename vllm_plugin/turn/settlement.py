@@ -1,7 +1,7 @@
 """The end of a turn for its session: commit, receipt, and deletes afterwards.
 
 Rules: a refused commit is told in the answer, which is delivered in full all the same; the session stays at its
-generation. KV of a turn that was not committed is dropped.
+generation. KV of a turn is dropped once it is certain that its commit is not durable.
 """
 
 from __future__ import annotations

@@ -518,7 +518,26 @@ async def test_a_load_waits_for_room_inside_its_call(tmp_path: Path, end: str) -
 
         assert sorted(block.block_index for block in served) == [0, 1, 2]
         assert all(block.slot is not None for block in served)
-        assert kv.sidecar.tiers._num_waiting == kv.memory._num_waiting == 0
+        assert kv.sidecar.tiers._num_waiting == 0
+
+
+async def test_room_that_comes_between_the_refusal_and_the_wait_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing: the load waited for the next slot to be freed, and none was."""
+    async with full_arena(tmp_path, None) as (kv, pins, load):
+        look = kv.sidecar.tiers._look
+
+        async def refused(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await look(*args, **kwargs)
+            except StorageFull:
+                await pins.aclose()
+                raise
+
+        monkeypatch.setattr(kv.sidecar.tiers, "_look", refused)
+        async with asyncio.timeout(10):
+            assert await anext(load(room_wait_ms=60_000))
 
 
 @pytest.mark.parametrize("room_wait_ms", [0, 50])
