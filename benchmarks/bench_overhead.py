@@ -71,6 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", choices=("plain", "step"), help="one kind of pairs; default: both")
     parser.add_argument("--dtype", default="bfloat16")
     add_engine_options(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
@@ -87,14 +88,14 @@ def main() -> int:
         ):
             plain = {"port": options.port + AFTER_STACK, "dtype": options.dtype, "model": options.model}
             start_engine(processes, "plain", options.engine_arg, **plain)
-            pairs = Bench(stack, processes.url("plain"), options.rest_s).measure(options.rounds)
+            pairs = Bench(stack, processes.url("plain"), options.rest_s).measure(options.rounds, options.only)
     except StepFailed as failure:
         say(f"error: {failure}")
         return 1
     except KeyboardInterrupt:
         say("stopped")
         return 130
-    rows = summary(pairs)
+    rows = [row for row in summary(pairs) if not options.only or row["n"]]
     report = {
         "dtype": options.dtype,
         "rounds": options.rounds,
@@ -125,14 +126,14 @@ class Bench:
         self._engines = {"with": GatewayClient(stack.engine_urls[0], key), "without": GatewayClient(plain_url, key)}
         self._seed = time.time_ns() // 1_000_000 % 900_000_000
 
-    def measure(self, num_rounds: int) -> dict[str, list[Pair]]:
-        """Take all rounds, and return what is counted by what was measured."""
+    def measure(self, num_rounds: int, only: str | None = None) -> dict[str, list[Pair]]:
+        """Take all rounds, and return what is counted by what was measured; `only`: `plain` or `step`."""
         pairs: dict[str, list[Pair]] = {what: [] for what in BARS}
         for number in range(num_rounds + 1):
             with Step(f"round {number}"):
                 taken = [
-                    *(self._plain(TIMES_PLAIN * number + turn) for turn in range(TIMES_PLAIN)),
-                    self._steps(number),
+                    *(self._plain(TIMES_PLAIN * number + turn) for turn in range(TIMES_PLAIN if only != "step" else 0)),
+                    *([self._steps(number)] if only != "plain" else []),
                 ]
             for what, pair in (item for found in taken if number for item in found.items()):
                 pairs[what].append(pair)

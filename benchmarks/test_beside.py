@@ -1,8 +1,10 @@
 """The figures beside others: pure arithmetic on answers."""
 
+import json
+
 import pytest
 
-from benchmarks.bench_beside import Sample, ahead, times
+from benchmarks.bench_beside import Sample, ahead, bounded, kv_bytes_a_token, times
 
 
 def sample(system, ttft_ms, *, way="memory", computed=14, cached=1140):
@@ -46,3 +48,23 @@ def test_a_sample_counts_when_no_more_was_computed_than_what_the_system_cannot_s
 def test_a_cold_answer_that_found_something_does_not_count():
     assert sample("lmcache", 1.0, way="cold", computed=1150, cached=0).counts
     assert not sample("lmcache", 1.0, way="cold", computed=900, cached=256).counts
+
+
+@pytest.mark.parametrize(("memory_ms", "met"), [(36.4, True), (36.6, False)])
+def test_memory_is_within_its_bound_when_it_takes_a_hit_and_one_and_a_half_copies_and_15_ms(memory_ms, met):
+    taken = [*samples(ours=[memory_ms]), sample("ours", 20.0, way="hit")]
+
+    (row,) = bounded(taken, [1200], 1000, lambda size_bytes: 1.0 if size_bytes == 1_140_000 else 99.0)
+
+    assert (row["at_most_ms"], row["met"]) == (36.5, met)
+
+
+def test_a_bound_without_samples_is_missed():
+    assert not bounded(samples(ours=[20.0]), [1200], 1000, lambda _: 1.0)[0]["met"]
+
+
+def test_kv_of_a_token_is_counted_from_the_models_shape(tmp_path):
+    shape = {"hidden_size": 576, "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+
+    assert kv_bytes_a_token(tmp_path) == 23_040
