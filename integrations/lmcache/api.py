@@ -68,11 +68,8 @@ class _Instances(msgspec.Struct):
     instances: list[Instance]
 
 
-class _Prefetched(msgspec.Struct):
+class _Counts(msgspec.Struct):
     chunks: Count = 0
-
-
-class _Skipped(msgspec.Struct):
     skipped: Count = 0
 
 
@@ -80,20 +77,24 @@ class _Placement(msgspec.Struct):
     size_bytes: Count
 
 
-class _Found(msgspec.Struct):
+class Listed(msgspec.Struct):
+    """One object in the directory."""
+
+    key: dict[str, Any]
     placements: list[_Placement]
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in all places."""
+        return sum(place.size_bytes for place in self.placements)
 
-class _FoundAll(msgspec.Struct):
-    results: list[_Found]
 
-
-class _Listed(msgspec.Struct):
-    key: dict[str, Any]
+class _Results(msgspec.Struct):
+    results: list[Listed]
 
 
 class _Keys(msgspec.Struct):
-    keys: list[_Listed]
+    keys: list[Listed]
 
 
 @dataclass
@@ -113,15 +114,15 @@ class LMCacheApi:
     async def prefetch(self, kv: SaltedTokens) -> int:
         """Bring KV into the server's memory; return the chunks that were asked for, 0: less than one."""
         url = f"{self.server_url.rstrip('/')}/cache/prefetches"
-        return (await self._ask(_Prefetched, "POST", url, self._body(kv))).chunks
+        return (await self._ask(_Counts, "POST", url, self._body(kv))).chunks
 
     async def pin(self, kv: SaltedTokens) -> None:
         """Keep KV from the coordinator's eviction. Counted, so never tried twice."""
-        await self._ask(_Skipped, "POST", self._of_coordinator("cache/pins"), self._body(kv), attempts=1)
+        await self._ask(_Counts, "POST", self._of_coordinator("cache/pins"), self._body(kv), attempts=1)
 
     async def unpin(self, kv: SaltedTokens) -> None:
         """Take one pin back; without one it does nothing."""
-        await self._ask(_Skipped, "DELETE", self._of_coordinator("cache/pins"), self._body(kv), attempts=1)
+        await self._ask(_Counts, "DELETE", self._of_coordinator("cache/pins"), self._body(kv), attempts=1)
 
     async def instances(self) -> list[Instance]:
         """Return the servers that the coordinator knows."""
@@ -130,16 +131,16 @@ class LMCacheApi:
     async def delete(self, instance: Instance, kv: SaltedTokens) -> int:
         """Delete chunks in all tiers of one server; return the pinned or locked objects that are still there."""
         body = {**self._body(kv), "instance_id": instance.instance_id, "tier": "all", "force": False}
-        return (await self._ask(_Skipped, "POST", self._of_coordinator("cache/delete"), body)).skipped
+        return (await self._ask(_Counts, "POST", self._of_coordinator("cache/delete"), body)).skipped
 
     async def size_bytes(self, kv: SaltedTokens) -> int:
         """Return the bytes of KV in all places, as far as the coordinator has been told."""
         if not kv.token_ids:
             return 0
-        answer = await self._ask(_FoundAll, "POST", self._of_coordinator("directory/lookup"), self._body(kv))
-        return sum(place.size_bytes for found in answer.results for place in found.placements)
+        answer = await self._ask(_Results, "POST", self._of_coordinator("directory/lookup"), self._body(kv))
+        return sum(found.size_bytes for found in answer.results)
 
-    async def keys_under(self, salt: str) -> list[dict[str, Any]]:
+    async def keys_under(self, salt: str) -> list[Listed]:
         """Return all keys under a salt, as far as the coordinator has been told. Reads its whole directory, in pages.
 
         Raises SidecarUnavailable when that is more than a million keys.
@@ -147,17 +148,21 @@ class LMCacheApi:
         url, keys = self._of_coordinator(f"directory/keys?limit={_KEYS_A_PAGE}&offset="), []
         for page in range(_PAGES_MAX):
             found = (await self._ask(_Keys, "GET", f"{url}{page * _KEYS_A_PAGE}")).keys
-            keys += [listed.key for listed in found if listed.key.get("cache_salt") == salt]
+            keys += [listed for listed in found if listed.key.get("cache_salt") == salt]
             if len(found) < _KEYS_A_PAGE:
                 return keys
         raise SidecarUnavailable("LMCache's directory is too large to search for a context")
 
-    async def delete_keys(self, instance: Instance, keys: Sequence[dict[str, Any]]) -> int:
+    async def delete_keys(self, instance: Instance, keys: Sequence[Listed]) -> int:
         """Delete objects in all tiers of one server; return the locked ones. Their pins stay, without effect."""
         skipped, url = 0, f"http://{instance.ip}:{instance.http_port}/cache/objects"
         for start in range(0, len(keys), _KEYS_A_DELETE):
-            body = {"keys": list(keys[start : start + _KEYS_A_DELETE]), "tier": "all", "force": False}
-            skipped += (await self._ask(_Skipped, "DELETE", url, body)).skipped
+            body = {
+                "keys": [listed.key for listed in keys[start : start + _KEYS_A_DELETE]],
+                "tier": "all",
+                "force": False,
+            }
+            skipped += (await self._ask(_Counts, "DELETE", url, body)).skipped
         return skipped
 
     async def close(self) -> None:

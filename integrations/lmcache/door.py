@@ -85,29 +85,28 @@ def _calls(lmcache: LMCacheKV) -> grpc.GenericRpcHandler:
     async def no_manifest(_request: pb.GetManifestRequest, _context: object) -> pb.GetManifestResponse:
         raise CacheRefNotFound("LMCache stores this pod's KV, which has no manifests")
 
-    def always(answer: Message) -> Behaviour:
-        async def answered(_request: Message, _context: object) -> Message:
-            return answer
-
-        return answered
-
-    calls: dict[str, tuple[Behaviour, type[Message]]] = {
-        "DeleteContext": (delete, pb.DeleteContextRequest),
-        "TouchContext": (touch, pb.TouchContextRequest),
-        "WaitSealed": (always(pb.WaitSealedResponse(sealed=False, reason=UNTOLD)), pb.WaitSealedRequest),
-        "GetManifest": (no_manifest, pb.GetManifestRequest),
-        "ForkContext": (always(pb.ForkContextResponse(forked=False)), pb.ForkContextRequest),
+    calls: dict[str, Behaviour | Message] = {
+        "DeleteContext": delete,
+        "TouchContext": touch,
+        "WaitSealed": pb.WaitSealedResponse(sealed=False, reason=UNTOLD),
+        "GetManifest": no_manifest,
+        "ForkContext": pb.ForkContextResponse(forked=False),
         # Servers of LMCache that share an L2 need no pull.
-        "PullContext": (always(pb.PullContextResponse(outcome=pb.PULL_OUTCOME_REFUSED)), pb.PullContextRequest),
-        "ListKept": (always(pb.ListKeptResponse()), pb.ListKeptRequest),
-        "Stats": (always(pb.StatsResponse()), pb.StatsRequest),
+        "PullContext": pb.PullContextResponse(outcome=pb.PULL_OUTCOME_REFUSED),
+        "ListKept": pb.ListKeptResponse(),
+        "Stats": pb.StatsResponse(),
     }
+    return grpc.method_handlers_generic_handler(
+        SERVICE_NAME, {name: _method(getattr(pb, f"{name}Request"), answer) for name, answer in calls.items()}
+    )
 
-    def serialized(answer: Message) -> bytes:
-        return answer.SerializeToString()
 
-    handlers = {
-        name: grpc.unary_unary_rpc_method_handler(behaviour, asked.FromString, serialized)
-        for name, (behaviour, asked) in calls.items()
-    }
-    return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+def _method(request: type[Message], answer: Behaviour | Message) -> Any:
+    """Return the method of a call; a message is its answer every time."""
+
+    async def same(_request: Message, _context: object) -> Message:
+        assert isinstance(answer, Message)
+        return answer
+
+    behaviour = same if isinstance(answer, Message) else answer
+    return grpc.unary_unary_rpc_method_handler(behaviour, request.FromString, lambda told: told.SerializeToString())

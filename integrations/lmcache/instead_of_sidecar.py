@@ -8,8 +8,9 @@ Limits: less than a chunk is never saved, so each turn computes the tail of its 
 when a save is durable, or the tier of a load. Contexts share no KV; a fork computes its own. A delete is not verified,
 and a turn in flight may save after it.
 
-Rules: token ids of a salt are remembered until their context ends, because LMCache deletes by tokens. LMCache counts
-pins, so each is taken back once.
+Rules: token ids of a salt are remembered until their KV is deleted, because LMCache deletes by tokens. LMCache counts
+pins, so each is taken back once. A context that ends moves from the contexts to the deletions, and only a deletion that
+succeeds, or its last attempt, ends it there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, SidecarUnavailable
@@ -36,28 +37,39 @@ UNTOLD = "durability_unknown"
 _TOKENS_HELD_MAX = 32 << 20
 """In one API server process, at 4 bytes each. A context that does not fit is deleted by the directory's list."""
 _UNCOMMITTED_MAX = 4_096
+_DELETIONS_MAX = 4_096
+"""Deletions that wait for another attempt. The oldest is forgotten first, and LMCache's eviction ends its KV."""
 _SEQUENCES_MAX = 8
 """Sequences of one context, one more at each resend that differs. The oldest is forgotten first."""
 _ROUNDS = 3
 _PAUSE_S = 0.1
 """Between rounds of a delete: a lock of LMCache's is held for one load or one write."""
 _RETRY_MS = 60_000
+"""Pause after the first attempt of a deletion. Each pause is twice the one before."""
+_ATTEMPTS_MAX = 8
+"""Attempts of one deletion, over two hours."""
 _SWEEP_S = 5.0
 """Time between two looks for expired contexts."""
+_LOCKED = "LMCache did not delete all KV of a context: some of it is locked"
+
+Context: TypeAlias = tuple[TenantId, SessionId]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Held:
     """Tokens of one context that LMCache has."""
 
-    tenant: TenantId
-    expires_at_ms: int
+    context: Context
+    expires_at_ms: int = 0
     sequences: list[array[int]] = field(default_factory=list)
     """Token ids, oldest first; none begins another."""
     pinned: array[int] | None = None
     is_committed: bool = False
     is_whole: bool = False
     """All sequences are here. Else LMCache may have more: of another process, or of one that was forgotten."""
+    num_attempts: int = 0
+    """Attempts to delete it."""
+    retry_at_ms: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -83,10 +95,13 @@ class LMCacheKV:
         self._api = api
         self._secret = secret
         self._clock = clock
-        self._held: OrderedDict[SessionId, _Held] = OrderedDict()
+        self._held: OrderedDict[Context, _Held] = OrderedDict()
+        self._deletions: list[_Held] = []
+        """Contexts that have ended and may have KV, oldest first."""
         self._num_tokens = 0
-        self._uncommitted: OrderedDict[CacheRef, SessionId] = OrderedDict()
-        """Sessions by the name that a turn saves under."""
+        """Tokens of contexts and deletions."""
+        self._uncommitted: OrderedDict[CacheRef, Context] = OrderedDict()
+        """Contexts by the name that a turn saves under."""
         self._expiry: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -100,10 +115,10 @@ class LMCacheKV:
         """See KVStore. The keys are both connectors' for one thing: LMCache's own, and the one of vLLM 0.32."""
         self._hold(session, token_ids)
         if order.save is not None:
-            self._uncommitted[order.save] = session.session_id
+            self._uncommitted[order.save] = _context(session)
             if len(self._uncommitted) > _UNCOMMITTED_MAX:
                 self._uncommitted.popitem(last=False)
-        return {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}, self._salt(session)
+        return {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}, self._salt(_context(session))
 
     def expect_load(self, request_id: str) -> None:
         """See KVStore. The engine's answer alone tells of a load."""
@@ -124,7 +139,7 @@ class LMCacheKV:
 
     async def read_ahead(self, session: CacheSessionMetadata, token_ids: Sequence[int]) -> None:
         """See KVStore."""
-        await self._api.prefetch(SaltedTokens(self._salt(session), token_ids))
+        await self._api.prefetch(SaltedTokens(self._salt(_context(session)), token_ids))
 
     async def committed(
         self, before: CacheSessionMetadata, after: CacheSessionMetadata, ids: Sequence[Sequence[int]]
@@ -132,11 +147,11 @@ class LMCacheKV:
         """See KVStore. The new pin is there before the old one goes."""
         self._uncommitted.pop(after.cache_ref, None)
         now = array("I", chain.from_iterable(ids))
-        held, salt = self._hold(after, now), self._salt(before)
+        held, salt = self._hold(after, now), self._salt(_context(before))
         held.is_committed = True
         old = held.pinned
         await self._api.pin(SaltedTokens(salt, now))
-        if self._held.get(after.session_id) is not held:  # deleted meanwhile
+        if self._held.get(held.context) is not held:  # deleted meanwhile
             await self._api.unpin(SaltedTokens(salt, now))
             return
         held.pinned = now
@@ -153,7 +168,7 @@ class LMCacheKV:
 
     async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
         """Keep a context's pins until then; return 0 for a context that this process does not know, else 1."""
-        held = self._of(tenant, session_id)
+        held = self._held.get((tenant, session_id))
         if held is None:
             return 0
         held.expires_at_ms = expires_at_ms
@@ -165,27 +180,38 @@ class LMCacheKV:
         """Take a context's pins back and delete it in all tiers of all servers; return the bytes that it had there.
 
         Refs name generations, whose chunks are the context's: they are deleted with it, unless it was never committed.
-        Raises SidecarUnavailable when a part is still there. Of a context that this process knows, it is tried again
-        later, also when the caller was cancelled.
+        Raises SidecarUnavailable when a part is still there. The sweep then tries again, also for a caller that was
+        cancelled.
         """
-        freed_bytes = 0
+        ended = [(tenant, session_id)] if session_id else []
         for ref in cache_refs:
-            made = self._uncommitted.pop(ref, "")
-            held = self._held.get(made)
-            if held is not None and not held.is_committed:
-                freed_bytes += await self._delete(tenant, made)
-        return freed_bytes + (await self._delete(tenant, session_id) if session_id else 0)
+            held = self._held.get(self._uncommitted.pop(ref, ("", "")))
+            if held is not None and not held.is_committed and held.context[0] == tenant:
+                ended.append(held.context)
+        freed_bytes = 0
+        for context in dict.fromkeys(ended):
+            self._end(context)
+            for gone in [gone for gone in self._deletions if gone.context == context]:
+                freed_bytes += await self._delete(gone)
+        return freed_bytes
 
     async def expire(self) -> None:
-        """Delete expired contexts."""
+        """End expired contexts, and make the attempts of deletions that are due."""
         now_ms = self._clock.now_ms()
-        for session_id, held in [(key, held) for key, held in self._held.items() if held.expires_at_ms <= now_ms]:
-            if held.expires_at_ms > self._clock.now_ms() or self._held.get(session_id) is not held:
-                continue  # while others were deleted, a turn came, or a DELETE
+        for context in [context for context, held in self._held.items() if held.expires_at_ms <= now_ms]:
+            self._end(context)
+        for gone in [gone for gone in self._deletions if gone.retry_at_ms <= now_ms]:
+            if gone not in self._deletions or gone.retry_at_ms > now_ms:
+                continue  # a DELETE came while others were deleted
+            about = {"session_id": gone.context[1]}
+            if gone.num_attempts >= _ATTEMPTS_MAX:
+                log.error("KV of an ended context stays in LMCache", extra=about)
+                self._forget(gone)
+                continue
             try:
-                await self._delete(held.tenant, session_id)
+                await self._delete(gone)
             except ContextCacheError as exc:
-                log.warning("expired KV not deleted", extra={"session_id": session_id, "reason": exc.code})
+                log.warning("KV of an ended context not deleted", extra={**about, "reason": exc.code})
 
     async def close(self) -> None:
         """End the connections; pins stay, because other pods may serve the context."""
@@ -195,35 +221,39 @@ class LMCacheKV:
             await asyncio.wait([task])
         await self._api.close()
 
-    async def _delete(self, tenant: TenantId, session_id: SessionId) -> int:
-        salt, held = context_salt(tenant, session_id, self._secret), self._of(tenant, session_id)
-        if held is None:
-            return await self._delete_listed(salt, await self._api.instances())
-        freed_bytes = 0
-        try:
-            instances = await self._api.instances()
-            for number, token_ids in enumerate(list(held.sequences)):
-                kv = SaltedTokens(salt, token_ids)
-                # Later sequences may share the beginning of the first: bytes are counted once.
-                freed_bytes += 0 if number else await self._api.size_bytes(kv)
-                if held.pinned is not None:
-                    await self._api.unpin(SaltedTokens(salt, held.pinned))
-                    held.pinned = None
-                await self._remove(kv, instances)
-            if not held.is_whole:
-                await self._delete_listed(salt, instances)
-        except (ContextCacheError, asyncio.CancelledError):
-            # The sweep finishes what the caller no longer waits for.
-            held.expires_at_ms = self._clock.now_ms() + _RETRY_MS
-            raise
-        if self._held.get(session_id) is held:  # else another call has deleted it, and a turn may have added it anew
-            self._forget(session_id)
+    def _end(self, context: Context) -> None:
+        """Move a context to the deletions. One that is not known here may have KV of another process."""
+        held = self._held.pop(context, None)
+        if held is not None or all(gone.context != context for gone in self._deletions):
+            self._deletions.append(held or _Held(context))
+            self._bound()
+
+    async def _delete(self, gone: _Held) -> int:
+        """Make one attempt; return the bytes that were there. The next one is due later, however this one ends."""
+        gone.retry_at_ms = self._clock.now_ms() + (_RETRY_MS << gone.num_attempts)
+        gone.num_attempts += 1
+        salt, instances = self._salt(gone.context), await self._api.instances()
+        # The directory lists keys of an earlier process, and of sequences that were forgotten.
+        listed = [] if gone.is_whole else await self._api.keys_under(salt)
+        freed_bytes = sum(key.size_bytes for key in listed)
+        if not instances and (listed or gone.sequences):
+            raise SidecarUnavailable("LMCache's coordinator lists no server")
+        for number, token_ids in enumerate(list(gone.sequences)):
+            kv = SaltedTokens(salt, token_ids)
+            # Later sequences may share the beginning of the first: bytes are counted once.
+            freed_bytes += await self._api.size_bytes(kv) if gone.is_whole and not number else 0
+            if gone.pinned is not None:
+                await self._api.unpin(SaltedTokens(salt, gone.pinned))
+                gone.pinned = None
+            await self._remove(kv, instances)
+        skipped = await asyncio.gather(*(self._api.delete_keys(instance, listed) for instance in instances if listed))
+        if any(skipped):
+            raise SidecarUnavailable(_LOCKED)
+        self._forget(gone)
         return freed_bytes
 
     async def _remove(self, kv: SaltedTokens, instances: Sequence[Instance]) -> None:
         """Delete at all servers, again while something is locked. Raises SidecarUnavailable when it still is."""
-        if not instances:
-            raise SidecarUnavailable("LMCache's coordinator lists no server")
         for left in reversed(range(_ROUNDS)):
             skipped = await asyncio.gather(*(self._api.delete(instance, kv) for instance in instances))
             if not any(skipped):
@@ -232,38 +262,33 @@ class LMCacheKV:
                 # A pin of a process that is gone counts too: one goes with each round.
                 await self._api.unpin(kv)
                 await asyncio.sleep(_PAUSE_S)
-        raise SidecarUnavailable("LMCache did not delete all KV of a context: some of it is locked")
-
-    async def _delete_listed(self, salt: str, instances: Sequence[Instance]) -> int:
-        """Delete the keys that the directory lists under a salt, when its tokens are of an earlier process."""
-        keys = await self._api.keys_under(salt)
-        skipped = await asyncio.gather(*(self._api.delete_keys(instance, keys) for instance in instances if keys))
-        if any(skipped):
-            raise SidecarUnavailable("LMCache did not delete all KV of a context: some of it is locked")
-        return 0
+        raise SidecarUnavailable(_LOCKED)
 
     def _hold(self, session: CacheSessionMetadata, token_ids: Sequence[int]) -> _Held:
-        is_new = session.generation == 0
-        new = _Held(session.tenant, session.expires_at_ms, is_committed=not is_new, is_whole=is_new)
-        held = self._held.setdefault(session.session_id, new)
-        self._held.move_to_end(session.session_id)
+        context, is_new = _context(session), session.generation == 0
+        held = self._held.setdefault(context, _Held(context, is_committed=not is_new, is_whole=is_new))
+        self._held.move_to_end(context)
         before = held.num_tokens
         held.add(token_ids)
         held.expires_at_ms = session.expires_at_ms
         self._num_tokens += held.num_tokens - before
-        while self._num_tokens > _TOKENS_HELD_MAX and len(self._held) > 1:
-            self._forget(next(iter(self._held)))
+        self._bound()
         return held
 
-    def _salt(self, session: CacheSessionMetadata) -> str:
-        return context_salt(session.tenant, session.session_id, self._secret)
+    def _bound(self) -> None:
+        """Forget the oldest deletions, then the oldest contexts, that do not fit."""
+        while len(self._deletions) > _DELETIONS_MAX or (self._num_tokens > _TOKENS_HELD_MAX and self._deletions):
+            self._forget(self._deletions[0])
+        while self._num_tokens > _TOKENS_HELD_MAX and len(self._held) > 1:
+            self._num_tokens -= self._held.popitem(last=False)[1].num_tokens
 
-    def _of(self, tenant: TenantId, session_id: SessionId) -> _Held | None:
-        held = self._held.get(session_id)
-        return held if held is not None and held.tenant == tenant else None
+    def _forget(self, gone: _Held) -> None:
+        if gone in self._deletions:
+            self._deletions.remove(gone)
+            self._num_tokens -= gone.num_tokens
 
-    def _forget(self, session_id: SessionId) -> None:
-        self._num_tokens -= self._held.pop(session_id).num_tokens
+    def _salt(self, context: Context) -> str:
+        return context_salt(*context, self._secret)
 
     async def _expire_forever(self) -> None:
         while True:
@@ -272,3 +297,7 @@ class LMCacheKV:
                 await self.expire()
             except Exception:
                 log.exception("sweep of expired KV failed")
+
+
+def _context(session: CacheSessionMetadata) -> Context:
+    return session.tenant, session.session_id

@@ -171,9 +171,10 @@ async def test_a_process_that_knows_no_tokens_deletes_what_is_listed(pod, fake, 
     kept = (await pod.create(prompt=PROMPT)).json
     younger = LMCacheKV(api, secret=SECRET, clock=pod.clock)
 
-    await younger.delete_context("demo", session_id=create["session_id"])
+    freed_bytes = await younger.delete_context("demo", session_id=create["session_id"])
 
     assert salts(fake) == {salt_of(kept["session_id"])}
+    assert freed_bytes == 2 * SIZE_BYTES, "seen failing: 0"
 
 
 async def test_a_process_that_has_seen_only_the_last_turns_deletes_the_rest_too(pod, fake, api):
@@ -233,6 +234,74 @@ async def test_a_delete_that_found_no_coordinator_is_finished_by_the_sweep(pod, 
 
     pod.clock.advance(s=61)
     await pod.lmcache.expire()
+    assert fake.stored == set()
+
+
+async def test_a_delete_that_always_fails_is_tried_some_times_and_given_up(pod, fake):
+    """Seen failing: an attempt a minute without end."""
+    create = (await pod.create(prompt=PROMPT)).json
+    fake.failing = [500] * 100
+    with pytest.raises(SidecarUnavailable):
+        await pod.lmcache.delete_context("demo", session_id=create["session_id"])
+    num_calls = []
+
+    for _ in range(20):
+        pod.clock.advance(s=3 * 3600)
+        await pod.lmcache.expire()
+        num_calls.append(len(fake.calls))
+
+    assert num_calls[0] < num_calls[5]
+    assert num_calls[10] == num_calls[-1]
+    assert pod.lmcache._num_tokens == 0
+
+
+async def test_the_pauses_between_attempts_of_a_delete_grow(pod, fake):
+    create = (await pod.create(prompt=PROMPT)).json
+    fake.failing, minutes = [500] * 100, []
+    with pytest.raises(SidecarUnavailable):
+        await pod.lmcache.delete_context("demo", session_id=create["session_id"])
+
+    for minute in range(1, 33):
+        num_calls = len(fake.calls)
+        pod.clock.advance(s=60)
+        await pod.lmcache.expire()
+        if len(fake.calls) > num_calls:
+            minutes.append(minute)
+
+    assert minutes == [1, 3, 7, 15, 31]
+
+
+@pytest.mark.parametrize("event", ["touch", "turn"])
+async def test_a_touch_or_a_turn_after_a_failed_delete_does_not_end_its_attempts(pod, fake, event):
+    """Seen failing: the KV stayed until the context's new expiry."""
+    create = (await pod.create(prompt=PROMPT)).json
+    session, _ = await pod.transcript(create["session_id"])
+    fake.failing = [500]
+    with pytest.raises(SidecarUnavailable):
+        await pod.lmcache.delete_context("demo", session_id=create["session_id"])
+
+    if event == "touch":
+        await pod.lmcache.touch_context("demo", create["session_id"], session.expires_at_ms)
+    else:
+        order = KVTransfer("demo", session.session_id, "r", (), "ref", session.expires_at_ms)
+        pod.lmcache.order(session, order, encode(PROMPT))
+    pod.clock.advance(s=61)
+    await pod.lmcache.expire()
+
+    assert fake.stored == set()
+
+
+async def test_a_delete_of_an_earlier_process_that_failed_is_tried_again(pod, fake, api):
+    """Seen failing: KV of an earlier process stayed when the coordinator was away for a moment."""
+    create = (await pod.create(prompt=PROMPT)).json
+    younger = LMCacheKV(api, secret=SECRET, clock=pod.clock)
+    fake.failing = [500]
+    with pytest.raises(SidecarUnavailable):
+        await younger.delete_context("demo", session_id=create["session_id"])
+
+    pod.clock.advance(s=61)
+    await younger.expire()
+
     assert fake.stored == set()
 
 
