@@ -218,25 +218,27 @@ class Tiers:
                         room_wait_s = 0
                         yield self._counted(at_hand)
                     for it in [it for it, fetched in found if fetched is None]:
-                        yield self._counted([await self._look_in_slot(it, room_wait_s)])
+                        yield self._counted([await self._look_patiently(it, room_wait_s, in_slots=True)])
                         room_wait_s = 0
             return
         waiting, ahead = deque(wanted), deque[asyncio.Task[FetchedBlock]]()
         try:
             while waiting or ahead:
                 while waiting and len(ahead) <= _GROUPS_AHEAD:
-                    ahead.append(asyncio.create_task(self._look(waiting.popleft(), in_slots=in_slots)))
+                    look = self._look_patiently(waiting.popleft(), room_wait_s, in_slots=in_slots)
+                    ahead.append(asyncio.create_task(look))
+                    room_wait_s = 0
                 yield self._counted([await ahead.popleft()])
         finally:
             await _end(ahead)
 
-    async def _look_in_slot(self, it: _Wanted, room_wait_s: float) -> FetchedBlock:
-        """Serve one block in a slot; wait for the slot unless many loads wait already. Raises as `fetch`."""
+    async def _look_patiently(self, it: _Wanted, room_wait_s: float, *, in_slots: bool) -> FetchedBlock:
+        """Serve one block; wait for a slot unless many loads wait already. Raises as `fetch`."""
         ends_s = asyncio.get_running_loop().time() + room_wait_s
         while True:
             room = self.memory.next_room()
             try:
-                return await self._look(it, in_slots=True)
+                return await self._look(it, in_slots=in_slots)
             except StorageFull:
                 if not room_wait_s or self._num_waiting >= _WAITING_MAX:
                     raise

@@ -490,9 +490,9 @@ async def full_arena(root: Path, lease: LeaseTerms | None) -> AsyncIterator[tupl
         manifest = await kv.catalog.open(TENANT, waits.cache_ref)
         numbers = count(1)
 
-        def load(room_wait_ms: int) -> Any:
+        def load(room_wait_ms: int, *, verify: bool = False) -> Any:
             lease = LeaseTerms(f"{next(numbers):032}", 60_000, room_wait_ms)
-            return kv.catalog.load(manifest, waits.fingerprint, 0, [0, 1, 2], in_slots=True, lease=lease)
+            return kv.catalog.load(manifest, waits.fingerprint, 0, [0, 1, 2], in_slots=True, lease=lease, verify=verify)
 
         yield kv, pins, load
         await pins.aclose()
@@ -538,6 +538,18 @@ async def test_room_that_comes_between_the_refusal_and_the_wait_counts(
         monkeypatch.setattr(kv.sidecar.tiers, "_look", refused)
         async with asyncio.timeout(10):
             assert await anext(load(room_wait_ms=60_000))
+
+
+async def test_a_load_that_compares_waits_for_room_too(tmp_path: Path) -> None:
+    """Seen failing: the second attempt of a load, after a corrupt copy, was refused at once."""
+    async with full_arena(tmp_path, None) as (kv, pins, load):
+        first = asyncio.create_task(anext(load(room_wait_ms=60_000, verify=True)))
+        await asyncio.wait([first], timeout=0.2)
+        assert not first.done()
+        await pins.aclose()
+        async with asyncio.timeout(30):
+            assert [block.block_index for block in await first] == [0]
+        assert kv.sidecar.tiers._num_waiting == 0
 
 
 @pytest.mark.parametrize("room_wait_ms", [0, 50])
