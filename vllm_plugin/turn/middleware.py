@@ -50,7 +50,7 @@ from contextcache.identity import (
     read_tag,
     tenant_tag,
 )
-from contextcache.model import NewSession, SessionId, TenantId
+from contextcache.model import NewSession, SessionId
 from contextcache.names import new_session_id
 from contextcache.process.logs import show_logs_of, traceback_without_messages
 from contextcache.process.settings import read_secret
@@ -70,7 +70,8 @@ from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Se
 from vllm_plugin.turn.kept import KeptRequests
 from vllm_plugin.turn.prompt.request import CONTEXT_PATH, MESSAGES_PATH, TurnRequest, read_new_session
 from vllm_plugin.turn.settings import TurnSettings
-from vllm_plugin.turn.story import Client, TurnStory
+from vllm_plugin.turn.story import TurnStory
+from vllm_plugin.turn.turn import Client
 from vllm_plugin.turn.unrouted import stateless_body, without_strangers
 from vllm_plugin.turn.waiting import Draining
 
@@ -133,7 +134,7 @@ class TurnMiddleware:
     async def _answer_counted(self, scope: Scope, receive: Receive, started: _Started) -> None:
         raw = ((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"])
         headers = joined_headers(raw)
-        client = Client(scope, headers, self._tag_of(headers), receive, started)
+        client = Client(scope, headers, self._tag_of(headers), receive, started, Engine(self._app, scope))
         token = headers.get(IDENTITY_HEADER)
         is_unrouted = token is None and UNROUTED_HEADER in headers
         is_signed = token is not None and client.path in _PATHS
@@ -150,8 +151,7 @@ class TurnMiddleware:
         """Run a request's turn, or pass it; errors are told here."""
         try:
             if (silence_s := read_keep_alive(client.headers)) is not None:
-                started.send = keep_alive = KeepAlive(started.send, client.path, silence_s)
-                client = replace(client, keep_alive=keep_alive)
+                started.send = client.keep_alive = KeepAlive(started.send, client.path, silence_s)
             if is_unrouted:
                 await self._pass_unrouted(client)
             elif client.path not in _PATHS:
@@ -210,6 +210,7 @@ class TurnMiddleware:
             identity = Identity(self._settings.single_tenant, request_id, expires_at_ms=self._clock.now_ms())
         else:
             identity = self._signed(token, may_create=client.path == CONTEXT_PATH)
+        client.identity = identity
         tenant = identity.tenant
         # A gateway that is older than this pod sends no tag.
         counted = nullcontext() if client.tag else self._admission.request(tenant_tag(tenant, self._secret))
@@ -217,9 +218,9 @@ class TurnMiddleware:
             with counted, self._admission.body(tenant) as held:
                 raw = await self._body_of(client, held)
                 if token is None or client.path == CONTEXT_PATH or identity.session_id is not None:
-                    await self._answer(client, identity, raw, is_routed=token is not None)
+                    await self._answer(client, raw, is_routed=token is not None)
                 else:
-                    await self._pass_plain(client, identity, raw)
+                    await self._pass_plain(client, raw)
         finally:
             if identity.is_branch and identity.session_id is not None:
                 await self._story.drop_branch(tenant, identity.session_id)
@@ -246,20 +247,19 @@ class TurnMiddleware:
             retry_after_s=_SKEW_RETRY_S,
         )
 
-    async def _answer(self, client: Client, identity: Identity, raw: bytes, *, is_routed: bool) -> None:
+    async def _answer(self, client: Client, raw: bytes, *, is_routed: bool) -> None:
         """Run the turn of a whole request, or pass it. `is_routed`: a gateway has found its context."""
-        path, headers, tenant = client.path, client.headers, identity.tenant
+        path, headers, tenant = client.path, client.headers, client.identity.tenant
         named: SessionId | None = None
         if path != CONTEXT_PATH:
-            named = identity.session_id if is_routed else await self._named(client, tenant, raw)
+            named = client.identity.session_id if is_routed else await self._named(client, raw)
             if named is None:
                 await self._pass(client, raw)
                 return
         _check_content_type(headers)
-        dialect = await _dialect_of(client.scope)
-        client = replace(client, dialect=dialect)
+        client.dialect = await _dialect_of(client.scope)
         body, request = await self._large_bodies.read(
-            lambda whole: _read_turn(path, headers, whole, named, dialect),
+            lambda whole: _read_turn(client, whole, named),
             raw,
             objects_max=_ITEMS_AT_ONCE if path == RESPONSES_PATH else None,
         )
@@ -272,18 +272,17 @@ class TurnMiddleware:
             session_id = new.session_id
         try:
             with telling_what_is_missing(request.said):
-                engine, check_quota = Engine(self._app, client.scope), self._admission.check_quota
-                await self._story.run(engine, request, named, new, identity, client, check_quota)
+                await self._story.run(client, request, named, new, self._admission.check_quota)
         except (AlreadyAnswered, ContextQuotaExceeded):  # the first request may have been under the quota
             if said is None or session_id is None:
                 raise
             if not await self._story.answer_again(tenant, session_id, said, client):
                 raise
 
-    async def _named(self, client: Client, tenant: TenantId, raw: bytes) -> SessionId | None:
+    async def _named(self, client: Client, raw: bytes) -> SessionId | None:
         """Return the context that an unrouted request continues or creates; None: it has none."""
         claims = await self._large_bodies.read(partial(read_claims, path=client.path), raw)
-        header = client.headers.get(SESSION_HEADER)
+        header, tenant = client.headers.get(SESSION_HEADER), client.identity.tenant
         asked = await self._story.labels.continued_by(tenant, client.path, claims, header)
         if asked is None or asked.session_id:
             return None if asked is None else asked.session_id
@@ -311,16 +310,16 @@ class TurnMiddleware:
         body = await self._large_bodies.read(lambda whole: stateless_body(path, headers, whole), raw)
         await self._pass(client if body is raw else _with_length(client, body), body)
 
-    async def _pass_plain(self, client: Client, identity: Identity, raw: bytes) -> None:
+    async def _pass_plain(self, client: Client, raw: bytes) -> None:
         """Let a request without a context through, with an order to keep its KV if its key asks for that."""
         claims = None
-        if identity.kept and self._kept is not None:
+        if client.identity.kept and self._kept is not None:
             claims = await self._large_bodies.read(partial(read_claims, path=client.path), raw)
         if claims is None or self._kept is None:
             await self._pass(client, raw)
             return
-        body, send = self._kept.begin(client.path, identity, claims, client.send)
-        await self._pass(replace(_with_length(client, body), send=send), body)
+        body, client.send = self._kept.begin(client.path, client.identity, claims, client.send)
+        await self._pass(_with_length(client, body), body)
 
     async def _pass(self, client: Client, raw: bytes) -> None:
         """Give the engine the request with its whole body."""
@@ -370,7 +369,8 @@ def _with_length(client: Client, body: bytes) -> Client:
     """Return a request with another body's length."""
     others = [(name, value) for name, value in client.scope["headers"] if name.lower() != b"content-length"]
     headers = [*others, (b"content-length", str(len(body)).encode())]
-    return replace(client, scope={**client.scope, "headers": headers})
+    client.scope = {**client.scope, "headers": headers}
+    return client
 
 
 def _check_content_type(headers: Mapping[str, str]) -> None:
@@ -389,17 +389,16 @@ async def _dialect_of(scope: Scope) -> Dialect:
     return await Anthropic.of(scope) if scope["path"] == MESSAGES_PATH else Dialect()
 
 
-def _read_turn(
-    path: str, headers: dict[str, str], raw: bytes, named: SessionId | None, dialect: Dialect
-) -> tuple[dict[str, Any], TurnRequest]:
+def _read_turn(client: Client, raw: bytes, named: SessionId | None) -> tuple[dict[str, Any], TurnRequest]:
     """Return a turn's body and its request. `named`: the context it was routed for; None: it creates one."""
+    path, headers = client.path, client.headers
     body = read_object(raw)
     refuse_misspelt(body, OUR_FIELDS | RESPONSE_FIELDS if path == RESPONSES_PATH else OUR_FIELDS)
     remove_forbidden_keys(body)
     if named is not None and body.get("session_id") not in (None, named):
         # The gateway may have signed by the head alone, without reading the name in the body.
         raise InvalidRequest("the body and the X-Session-ID header name different contexts", param="session_id")
-    request = dialect.turn(path, body, headers, raw, named)
+    request = client.dialect.turn(path, body, headers, raw, named)
     if IDEMPOTENCY_HEADER not in headers:
         return body, request
     said = (path, named or "", headers.get("if-match", ""), headers.get("x-usage-format", ""))

@@ -33,15 +33,12 @@ from contextcache.model import (
     TurnCommit,
     TurnReceipt,
     Usage,
-    UsageFormat,
 )
 from contextcache.process.crash_points import crash_point
 from contextcache.wire.tracing import child_span, within
-from vllm_plugin.turn.answer.chat import AnswerResult
-from vllm_plugin.turn.answer.delivery import Closing, Render
+from vllm_plugin.turn.answer.chat import AnswerResult, JsonAnswer, SseAnswer
 from vllm_plugin.turn.answer.receipt import CommitOutcome, TurnUsage, receipt_headers, usage_object
 from vllm_plugin.turn.crash_points import BEFORE_ABORT, BEFORE_COMMIT
-from vllm_plugin.turn.engine import Engine
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.prompt.composition import answer_segment
@@ -73,67 +70,43 @@ class Settlement:
     metrics: TurnMetrics
     background: Background
 
-    async def settle(self, engine: Engine, turn: Turn, result: AnswerResult, render: Render) -> Closing:
-        """End the turn for the session, committed or not, and return the answer's end.
-
-        `render` makes the end of the answer of it, for the commit to keep.
-        """
+    async def settle(self, turn: Turn, answer: JsonAnswer | SseAnswer) -> tuple[list[tuple[str, str]], bytes]:
+        """End the turn for the session, committed or not. Return the headers and the end of the client's answer."""
         turn.advance("answer whole")
+        result = answer.result
         with within(turn.trace):
             await self._take_load(turn, result.kv_transfer, is_whole=result.cached_tokens > 0)
-            outcome = await self._commit(engine, turn, result, render)
-        usage = self._usage(turn, result.cached_tokens, result.completion_tokens)
+            outcome = await self._commit(turn, answer)
+        usage = _usage(turn, result.cached_tokens, result.completion_tokens)
         if turn.phase in (Phase.READ_ONLY, Phase.REFUSED):
             self.background.start(self._count(turn, usage))
         self.metrics.count_turn(usage, created=turn.is_create, first_token_s=turn.first_token_s)
         _describe(get_current_span(turn.trace), usage, outcome)
-        return self._closing(turn, usage, outcome)
+        return _end(turn, answer, usage, outcome)
 
-    def _closing(self, turn: Turn, usage: TurnUsage, outcome: CommitOutcome) -> Closing:
-        exists = outcome.committed or not turn.is_create
-        session: dict[str, Any] = {
-            "session_id": turn.session.session_id if exists else None,
-            "expires_at": outcome.expires_at_ms // 1000,
-        }
-        return Closing(
-            usage=usage_object(usage, outcome, openai_format=turn.usage is UsageFormat.OPENAI),
-            session=session,
-            headers=self._receipt(turn, usage, generation=outcome.generation, expires_at_ms=outcome.expires_at_ms),
-        )
-
-    async def _kept(self, turn: Turn, result: AnswerResult, render: Render) -> bytes:
-        """Return the answer as it is given once it is committed, packed; empty: there is none to keep."""
-        if turn.recording is None:
-            return b""
-        usage = self._usage(turn, result.cached_tokens, result.completion_tokens)
-        end_ms = turn.recording.expires_at_s * 1000
-        outcome = CommitOutcome(committed=True, generation=turn.session.generation + 1, expires_at_ms=end_ms)
-        closing = self._closing(turn, usage, outcome)
-        return await turn.recording.packed(closing.headers, render(closing.usage, closing.session))
-
-    async def _commit(self, engine: Engine, turn: Turn, result: AnswerResult, render: Render) -> CommitOutcome:
-        session, prompt = turn.session, turn.prompt
+    async def _commit(self, turn: Turn, answer: JsonAnswer | SseAnswer) -> CommitOutcome:
+        session, prompt, result = turn.session, turn.prompt, answer.result
         assert prompt is not None
         outcome = CommitOutcome(False, session.generation, session.expires_at_ms, "read_only")
         if turn.save_ref is None:
             turn.advance("nothing to commit")
             return outcome
         try:
-            answer = await self._answer_segment(engine, turn, result)
+            segment = await self._answer_segment(turn, result)
             if turn.is_create:
                 await self._wait_sealed(turn)
-            usage = self._usage(turn, result.cached_tokens, result.completion_tokens)
+            usage = _usage(turn, result.cached_tokens, result.completion_tokens)
             commit = TurnCommit(
                 tenant=session.tenant,
                 session_id=session.session_id,
                 lease_id=turn.lease_id,
                 expected_generation=session.generation,
                 keep_segments=prompt.keep_segments,
-                segments=prompt.segments + ((answer,) if answer else ()),
+                segments=prompt.segments + ((segment,) if segment else ()),
                 cache_ref=turn.save_ref,
                 holder=self.settings.endpoint_name,
                 repeatable=turn.request.repeatable,
-                answer=await self._kept(turn, result, render),
+                answer=await _kept(turn, answer, usage),
                 usage=_counted(turn, usage, committed=True),
                 receipt=self._receipt_kept(turn, usage),
             )
@@ -151,7 +124,7 @@ class Settlement:
             turn.advance("commit refused")
             return replace(outcome, reason=exc.code)
         turn.advance("committed")
-        ids = (prompt.token_ids, answer.token_ids if answer else ())
+        ids = (prompt.token_ids, segment.token_ids if segment else ())
         self.background.start(self.kv.committed(session, committed, ids))
         return CommitOutcome(True, committed.generation, committed.expires_at_ms)
 
@@ -167,10 +140,10 @@ class Settlement:
             else:
                 return
 
-    async def _answer_segment(self, engine: Engine, turn: Turn, result: AnswerResult) -> Segment | None:
+    async def _answer_segment(self, turn: Turn, result: AnswerResult) -> Segment | None:
         try:
             async with asyncio.timeout(_SEGMENT_DEADLINE_S):
-                return await answer_segment(engine, turn.request, result)
+                return await answer_segment(turn.client.engine, turn.request, result)
         except TimeoutError as exc:
             raise EngineFailed("the engine did not return the answer's token ids") from exc
 
@@ -215,9 +188,9 @@ class Settlement:
         await self._take_load(turn, {}, is_whole=False)
         loaded = turn.loaded
         planned = 0 if loaded is None else loaded.device_tokens + loaded.loaded_tokens
-        usage = self._usage(turn, planned, 0)
         generation = turn.session.generation + (0 if turn.save_ref is None else 1)
-        return self._receipt(turn, usage, generation=generation, expires_at_ms=turn.session.expires_at_ms)
+        expires_at_ms = turn.session.expires_at_ms
+        return receipt_headers(turn, _usage(turn, planned, 0), generation=generation, expires_at_ms=expires_at_ms)
 
     async def _take_load(self, turn: Turn, told: Mapping[str, Any], *, is_whole: bool) -> None:
         # Nothing was named for a create: the engine tells where it started from only if it was from something.
@@ -232,24 +205,9 @@ class Settlement:
                 found = await self.kv.wait_sealed(turn.session.tenant, turn.session.cache_ref, timeout_ms=0)
                 turn.no_kv = found.reason or turn.no_kv
 
-    def _usage(self, turn: Turn, engine_cached_tokens: int, completion_tokens: int) -> TurnUsage:
-        assert turn.prompt is not None
-        return TurnUsage(
-            prompt_tokens=len(turn.prompt.token_ids),
-            context_tokens=turn.prompt.context_tokens,
-            engine_cached_tokens=engine_cached_tokens,
-            completion_tokens=completion_tokens,
-            loaded=turn.loaded,
-            no_kv=turn.no_kv,
-            match="" if turn.is_create else turn.prompt.outcome.value,
-            diverged=turn.prompt.diverged,
-            truncated_tokens=turn.prompt.truncated_tokens,
-        )
-
     def _receipt_kept(self, turn: Turn, usage: TurnUsage) -> TurnReceipt:
         """Return the receipt that the session's history keeps of a turn about to be committed."""
         now_ms = self.clock.now_ms()
-        restore_ms = None if usage.loaded is None else usage.loaded.restore_ms
         return TurnReceipt(
             generation=turn.session.generation + 1,
             at_ms=now_ms,
@@ -258,23 +216,12 @@ class Settlement:
             context_tokens=usage.context_tokens,
             completion_tokens=usage.completion_tokens,
             source=usage.source,
-            match=usage.match,
+            match=turn.match,
             # A word of the sidecar must not make a commit invalid.
-            reason=usage.no_kv[:MAX_WORD_CHARS] if usage.no_kv.isascii() and usage.no_kv.isprintable() else "",
-            restore_ms=None if restore_ms is None else max(round(restore_ms), 0),
+            reason=turn.no_kv[:MAX_WORD_CHARS] if turn.no_kv.isascii() and turn.no_kv.isprintable() else "",
+            restore_ms=None if usage.restore_ms is None else max(round(usage.restore_ms), 0),
             first_token_ms=None if turn.first_token_s is None else max(round(turn.first_token_s * 1000), 0),
             took_ms=max(now_ms - turn.started_ms, 0),
-        )
-
-    def _receipt(self, turn: Turn, usage: TurnUsage, *, generation: int, expires_at_ms: int) -> list[tuple[str, str]]:
-        assert turn.prompt is not None
-        return receipt_headers(
-            usage,
-            session_id=turn.session.session_id,
-            context_mode=turn.prompt.outcome.context_mode,
-            generation=generation,
-            expires_at_ms=expires_at_ms,
-            timings_ms=turn.timings_ms,
         )
 
     async def abort(self, turn: Turn) -> None:
@@ -305,6 +252,33 @@ class Settlement:
             self.background.start(self.kv.drop(turn.session.tenant, turn.save_ref))
 
 
+def _usage(turn: Turn, engine_cached_tokens: int, completion_tokens: int) -> TurnUsage:
+    assert turn.prompt is not None
+    num_tokens, num_known = len(turn.prompt.token_ids), turn.prompt.context_tokens
+    return TurnUsage(num_tokens, num_known, engine_cached_tokens, completion_tokens, turn.loaded)
+
+
+def _end(
+    turn: Turn, answer: JsonAnswer | SseAnswer, usage: TurnUsage, outcome: CommitOutcome
+) -> tuple[list[tuple[str, str]], bytes]:
+    """Return the headers and the end of an answer whose turn has this outcome."""
+    exists = outcome.committed or not turn.is_create
+    session = {
+        "session_id": turn.session.session_id if exists else None,
+        "expires_at": outcome.expires_at_ms // 1000,
+    }
+    headers = receipt_headers(turn, usage, generation=outcome.generation, expires_at_ms=outcome.expires_at_ms)
+    return headers, answer.closing(usage_object(turn, usage, outcome), session)
+
+
+async def _kept(turn: Turn, answer: JsonAnswer | SseAnswer, usage: TurnUsage) -> bytes:
+    """Return the answer as it is given once it is committed, packed; empty: there is none to keep."""
+    if turn.recording is None:
+        return b""
+    outcome = CommitOutcome(True, turn.session.generation + 1, expires_at_ms=turn.recording.expires_at_s * 1000)
+    return await turn.recording.packed(*_end(turn, answer, usage, outcome))
+
+
 def _counted(turn: Turn, usage: TurnUsage, *, committed: bool) -> Usage:
     """Return a turn's counts, as its receipt has them."""
     counts = {
@@ -315,7 +289,7 @@ def _counted(turn: Turn, usage: TurnUsage, *, committed: bool) -> Usage:
         "completion_tokens": usage.completion_tokens,
         "saved_ms": usage.saved_ms or 0,
     }
-    return Usage(turn.identity.key, counts)
+    return Usage(turn.client.identity.key, counts)
 
 
 def _describe(span: Span, usage: TurnUsage, outcome: CommitOutcome) -> None:

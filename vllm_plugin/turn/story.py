@@ -13,11 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import get_current_span
@@ -34,7 +32,7 @@ from contextcache.errors import (
     ModelMismatch,
     NoReadyEndpoint,
 )
-from contextcache.identity import Identity, KVTransfer
+from contextcache.identity import KVTransfer
 from contextcache.model import (
     BRANCH_LEASE_ID,
     CacheSessionMetadata,
@@ -49,12 +47,9 @@ from contextcache.names import new_cache_ref
 from contextcache.process.crash_points import crash_point
 from contextcache.responses import Labels
 from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
-from vllm_plugin.turn.answer.chat import Dialect
 from vllm_plugin.turn.answer.delivery import Delivery
-from vllm_plugin.turn.answer.keep_alive import KeepAlive
 from vllm_plugin.turn.answer.repeats import give_again
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
-from vllm_plugin.turn.engine import Engine, Receive, Scope, Send
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.prompt.composition import compose_first, compose_turn
@@ -63,7 +58,7 @@ from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, with_new_mes
 from vllm_plugin.turn.prompt.transcript import Transcript
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.settlement import Settlement
-from vllm_plugin.turn.turn import Turn
+from vllm_plugin.turn.turn import Client, Turn
 from vllm_plugin.turn.waiting import Background, TurnPatience
 
 if TYPE_CHECKING:
@@ -78,31 +73,6 @@ _SERVED_MAX = 10_000
 """Names remembered, some 200 bytes each."""
 _BACKGROUND_CALLS_MAX = 1024
 """Two for each turn that is cut when a gateway with 500 of them dies."""
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    """A client's request: its head, the two ends of its connection, and its dialect."""
-
-    scope: Scope
-    headers: dict[str, str]
-    """Headers by lower-case name, repeated ones joined."""
-    tag: str
-    """Tag of its tenant; empty: unknown."""
-    receive: Receive
-    send: Send
-    dialect: Dialect = field(default_factory=Dialect)
-    keep_alive: KeepAlive | None = None
-    """Its `send`, where it wants comments in the silences of a stream."""
-
-    @property
-    def path(self) -> str:
-        """Path of the route."""
-        return str(self.scope["path"])
-
-    def filling(self, *, stream: bool) -> AbstractAsyncContextManager[None]:
-        """Keep a stream open that is answered inside the block."""
-        return nullcontext() if self.keep_alive is None or not stream else self.keep_alive.filling()
 
 
 @dataclass
@@ -122,7 +92,7 @@ class TurnStory:
         self.labels = Labels(self.manager.locate, self.clock)
         """Finds contexts for requests that no gateway has routed."""
         self.background = Background(limit=_BACKGROUND_CALLS_MAX, deadline_s=self.settings.rpc_deadline_ms / 1000)
-        self._served: OrderedDict[SessionId, None] = OrderedDict()
+        self._served: dict[SessionId, None] = {}
         """Contexts that this process has served, the one served last in the end."""
         self._patiences: set[TurnPatience] = set()
         """Patiences of the turns that the engine is answering."""
@@ -130,12 +100,10 @@ class TurnStory:
 
     async def run(  # all of a request
         self,
-        engine: Engine,
+        client: Client,
         request: TurnRequest,
         named: SessionId | None,
         new: NewSession | None,
-        identity: Identity,
-        client: Client,
         check_quota: Callable[[TenantId], Awaitable[None]],
     ) -> None:
         """Continue the context `named`, create `new`, or with both, create it where it does not exist or has expired.
@@ -145,22 +113,20 @@ class TurnStory:
         """
         if named is not None:
             try:
-                return await self.continue_turn(engine, request, named, identity, client)
+                return await self.continue_turn(client, request, named)
             except (ContextNotFound, ContextExpired):
                 if new is None or request.expected_generation is not None:
                     raise
         assert new is not None
-        await check_quota(identity.tenant)
+        await check_quota(new.tenant)
         try:
-            await self.create(engine, request, new, identity, client)
+            await self.create(client, request, new)
         except ContextExists:
             if named is None:
                 raise
-            await self.continue_turn(engine, request, named, identity, client)
+            await self.continue_turn(client, request, named)
 
-    async def create(
-        self, engine: Engine, request: TurnRequest, new: NewSession, identity: Identity, client: Client
-    ) -> None:
+    async def create(self, client: Client, request: TurnRequest, new: NewSession) -> None:
         """Make a context: reserve, answer the first prompt, save its KV, register. Raises ContextCacheError."""
         if not request.commit:
             raise InvalidRequest("context_commit must not be false on a create", param="context_commit")
@@ -170,21 +136,17 @@ class TurnStory:
                 new, lease_id=lease_id, lease_ttl_ms=self.settings.lease_ttl_ms, repeatable=request.repeatable
             )
         request = under_instructions(request, (), ContextMode.AUTO, has_stored_ids=False)
-        turn = Turn(
-            request, session, identity, lease_id, new_cache_ref(), is_create=True, started_ms=self.clock.now_ms()
-        )
+        turn = Turn(client, request, session, lease_id, new_cache_ref(), is_create=True, started_ms=self.clock.now_ms())
         async with self._lease(turn):
             crash_point(BEGUN)
             self._note_served(new.session_id)
             with child_span("turn compose"):
-                turn.prompt = await compose_first(engine, request)
-            await self._run(engine, turn, client)
+                turn.prompt = await compose_first(client.engine, request)
+            await self._run(turn)
 
-    async def continue_turn(
-        self, engine: Engine, request: TurnRequest, session_id: SessionId, identity: Identity, client: Client
-    ) -> None:
+    async def continue_turn(self, client: Client, request: TurnRequest, session_id: SessionId) -> None:
         """Continue a context: lease and transcript, prompt put together, answer, commit. Raises ContextCacheError."""
-        lease_id = secrets.token_hex(16)
+        identity, lease_id = client.identity, secrets.token_hex(16)
         async with self._taking(identity.tenant, session_id, lease_id):
             session, segments = await self.manager.begin_turn(
                 identity.tenant,
@@ -197,7 +159,7 @@ class TurnStory:
             )
         commits = request.commit and session.mode is SessionMode.SESSION
         save_ref = new_cache_ref() if commits else None
-        turn = Turn(request, session, identity, lease_id, save_ref, is_create=False, started_ms=self.clock.now_ms())
+        turn = Turn(client, request, session, lease_id, save_ref, is_create=False, started_ms=self.clock.now_ms())
         async with self._lease(turn):
             crash_point(BEGUN)
             if session.model_id != request.model:
@@ -212,9 +174,9 @@ class TurnStory:
             found = match(transcript, request.prompt, mode=mode, has_stored_ids=has_ids)
             turn.request = request = with_new_messages(request, found.new)
             with child_span("turn compose"):
-                turn.prompt = await compose_turn(engine, request, transcript, found)
+                turn.prompt = await compose_turn(client.engine, request, transcript, found)
             self.metrics.count_match(turn.prompt.outcome, turn.prompt.diverged)
-            await self._run(engine, turn, client)
+            await self._run(turn)
 
     async def answer_again(self, tenant: TenantId, session_id: SessionId, said: Repeatable, client: Client) -> bool:
         """Give the answer of a request that was committed before; False: nothing is kept of it, and nothing is sent.
@@ -247,63 +209,53 @@ class TurnStory:
         await self.kv.close()
         await asyncio.to_thread(self.tracer.close)
 
-    async def _run(self, engine: Engine, turn: Turn, client: Client) -> None:
+    async def _run(self, turn: Turn) -> None:
         """Let the engine answer and deliver it, settling the turn before the last byte."""
         assert turn.prompt is not None
         turn.advance("prompt composed")
-        if not turn.prompt.token_ids:
+        given, window = len(turn.prompt.token_ids), turn.client.engine.max_model_len
+        if not given:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
-        if engine.max_model_len is not None and len(turn.prompt.token_ids) >= engine.max_model_len:
+        if window is not None and given >= window:
             # Known already: the engine would have to be handed all those ids to say the same.
-            given, window = len(turn.prompt.token_ids), engine.max_model_len
             raise ContextLengthExceeded(
                 f"context and prompt have {given} tokens, but the model's window has {window}: rewind the "
                 "context, or set `truncation`"
             )
         turn.timings_ms["compose"] = self.clock.now_ms() - turn.started_ms
-        patience = TurnPatience(self.settings.engine_timeout_s)
-        delivery = Delivery(
-            client.dialect.answer(turn),
-            client.send,
-            patience,
-            receipt=partial(self._settlement.stream_receipt, turn),
-            settle=partial(self._settlement.settle, engine, turn),
-            abort=partial(self._settlement.abort, turn),
-            recording=turn.recording,
-        )
+        delivery = Delivery(turn, self._settlement, TurnPatience(self.settings.engine_timeout_s))
         if turn.session.cache_refs:
             self.kv.expect_load(turn.request_id)
         try:
             with child_span("turn generate"):
-                await self._generate(engine, turn, client, delivery, patience)
+                await self._generate(turn, delivery)
         except (EngineFailed, NoReadyEndpoint) as exc:
-            lost_with_client = patience.lost_with == "client"
+            lost_with_client = delivery.patience.lost_with == "client"
             self.metrics.aborts.labels(reason="client" if lost_with_client else "engine").inc()
             if not delivery.started:
                 raise
             # The stream has begun: closing the connection without `[DONE]` is the only honest way to say it broke.
             log.warning("answer cut off", extra={"session_id": turn.session.session_id, "reason": exc.message})
         finally:
-            delivery.close()
+            delivery.answer.close()
             await self.kv.forget_load(turn.request_id)
 
-    async def _generate(
-        self, engine: Engine, turn: Turn, client: Client, delivery: Delivery, patience: TurnPatience
-    ) -> None:
+    async def _generate(self, turn: Turn, delivery: Delivery) -> None:
         """Have the engine answer. Raises EngineFailed, NoReadyEndpoint when that came to no end, or took too long."""
         crash_point(BEFORE_ENGINE)
         turn.advance("engine asked")
+        client, patience = turn.client, delivery.patience
         self._patiences.add(patience)
         try:
             async with patience.watching(), client.filling(stream=turn.request.stream):
                 receive = patience.receive(client.receive)
                 path, body = client.dialect.asking(turn.request.path, self._engine_body(turn))
-                await engine.generate(path, body, receive, delivery.take)
+                await client.engine.generate(path, body, receive, delivery.take)
         except TimeoutError:
             log.warning("engine did not end a request", extra={"session_id": turn.session.session_id})
         finally:
             self._patiences.discard(patience)
-        delivery.check_complete(lost_with=patience.lost_with)
+        delivery.check_complete()
 
     def _read_ahead(self, session: CacheSessionMetadata, transcript: Transcript) -> None:
         """Have the sidecar begin to read KV before the engine asks, unless this process has served the context lately.
@@ -315,10 +267,10 @@ class TurnStory:
         self._note_served(session.session_id)
 
     def _note_served(self, session_id: SessionId) -> None:
+        self._served.pop(session_id, None)
         self._served[session_id] = None
-        self._served.move_to_end(session_id)
         if len(self._served) > _SERVED_MAX:
-            self._served.popitem(last=False)
+            del self._served[next(iter(self._served))]
 
     def _engine_body(self, turn: Turn) -> dict[str, Any]:
         """Return vLLM's body: the client's own fields, our prompt, and the connector's orders."""
@@ -357,8 +309,8 @@ class TurnStory:
             expires_at_ms=session.expires_at_ms,
             save_again_tokens=_save_again_tokens(turn),
             traceparent=kept_traceparent(),
-            beginning=turn.identity.beginning,
-            prefix_at=turn.identity.prefix_at,
+            beginning=turn.client.identity.beginning,
+            prefix_at=turn.client.identity.prefix_at,
         )
         return self.kv.order(session, order, turn.prompt.token_ids)
 

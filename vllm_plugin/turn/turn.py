@@ -1,8 +1,9 @@
-"""The record of one turn, and its phases. `Turn.advance` alone changes the phase."""
+"""The record of one turn with its client, and its phases. `Turn.advance` alone changes the phase."""
 
 from __future__ import annotations
 
 import secrets
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -11,7 +12,10 @@ from opentelemetry.context import Context, get_current
 from contextcache.identity import Identity
 from contextcache.model import CacheRef, CacheSessionMetadata, LoadedKV, UsageFormat
 from contextcache.phases import Phases
+from vllm_plugin.turn.answer.chat import Dialect
+from vllm_plugin.turn.answer.keep_alive import KeepAlive
 from vllm_plugin.turn.answer.repeats import Recording
+from vllm_plugin.turn.engine import Engine, Receive, Scope, Send
 from vllm_plugin.turn.prompt.composition import ComposedPrompt
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest
 
@@ -57,12 +61,40 @@ PHASES = Phases(
 
 
 @dataclass(slots=True)
+class Client:
+    """A client's request: its head, the two ends of its connection, the engine behind it, and its dialect."""
+
+    scope: Scope
+    headers: dict[str, str]
+    """Headers by lower-case name, repeated ones joined."""
+    tag: str
+    """Tag of its tenant; empty: unknown."""
+    receive: Receive
+    send: Send
+    engine: Engine
+    identity: Identity = field(init=False)
+    """Set for a turn alone, once its signature is checked."""
+    dialect: Dialect = field(default_factory=Dialect)
+    keep_alive: KeepAlive | None = None
+    """Its `send`, where it wants comments in the silences of a stream."""
+
+    @property
+    def path(self) -> str:
+        """Path of the route."""
+        return str(self.scope["path"])
+
+    def filling(self, *, stream: bool) -> AbstractAsyncContextManager[None]:
+        """Keep a stream open that is answered inside the block."""
+        return nullcontext() if self.keep_alive is None or not stream else self.keep_alive.filling()
+
+
+@dataclass(slots=True)
 class Turn:
     """One turn while it runs."""
 
+    client: Client
     request: TurnRequest
     session: CacheSessionMetadata
-    identity: Identity
     lease_id: str
     save_ref: CacheRef | None
     """Name of the KV that the turn saves; None: the turn commits nothing and holds no lease."""
@@ -85,7 +117,7 @@ class Turn:
 
     def __post_init__(self) -> None:
         """Name the request, and record an answer that may be asked for again."""
-        self.request_id = f"{self.identity.request_id[:64]}-{secrets.token_hex(8)}"
+        self.request_id = f"{self.client.identity.request_id[:64]}-{secrets.token_hex(8)}"
         if self.request.repeatable and self.save_ref is not None:
             self.recording = Recording()
 
@@ -93,7 +125,12 @@ class Turn:
     def usage(self) -> UsageFormat:
         """Format of the usage. Each endpoint counts as its own API does (ADR 0091)."""
         of_endpoint = UsageFormat.OPENAI if self.request.path == CHAT_PATH else UsageFormat.CONTEXT
-        return self.request.usage or self.identity.usage or of_endpoint
+        return self.request.usage or self.client.identity.usage or of_endpoint
+
+    @property
+    def match(self) -> str:
+        """How the prompt stood to the transcript: append, exact, extend, diverge; empty for a create."""
+        return "" if self.is_create or self.prompt is None else self.prompt.outcome.value
 
     def advance(self, event: str) -> None:
         """Change the phase."""

@@ -7,11 +7,13 @@ tokens cached although it recomputes the last, so cached = min(cached, prompt - 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contextcache.identity import COMPUTED_SOON, SOON_MS
-from contextcache.model import LoadedKV
-from vllm_plugin.turn.prompt.matching import Divergence
+from contextcache.model import LoadedKV, UsageFormat
+
+if TYPE_CHECKING:
+    from vllm_plugin.turn.turn import Turn
 
 TIER_SOURCES = {"host", "disk", "peer", "object"}
 
@@ -28,14 +30,6 @@ class TurnUsage:
     """As the engine counts them: its own prefix cache plus the tokens that the connector injected."""
     completion_tokens: int
     loaded: LoadedKV | None
-    no_kv: str = ""
-    """Why there was no KV to reuse, or, after a create, why there is none; a short fixed phrase."""
-    match: str = ""
-    """How the prompt stood to the transcript: append, exact, extend, diverge; empty for a create."""
-    diverged: Divergence | None = None
-    """Where a resend left the transcript; its token is the first that is not the context's."""
-    truncated_tokens: int = 0
-    """Tokens of the context that were cut, so that it fits."""
 
     @property
     def cached_tokens(self) -> int:
@@ -53,12 +47,17 @@ class TurnUsage:
         return min(self.cached_tokens, self.context_tokens)
 
     @property
+    def restore_ms(self) -> float | None:
+        """Time to bring cached tokens back; None: unknown, or none were."""
+        return None if self.loaded is None else self.loaded.restore_ms
+
+    @property
     def saved_ms(self) -> int | None:
         """Time to compute the cached tokens, less the time to bring them back; None: unknown."""
         if self.loaded is None or not self.loaded.compute_us_per_token:
             return None
-        brought_ms = self.loaded.restore_ms or 0.0
-        return max(0, round(self.cached_tokens * self.loaded.compute_us_per_token / 1000 - brought_ms))
+        compute_ms = self.cached_tokens * self.loaded.compute_us_per_token / 1000
+        return max(0, round(compute_ms - (self.restore_ms or 0.0)))
 
     @property
     def source(self) -> str:
@@ -102,8 +101,10 @@ class CommitOutcome:
     """Error code when a commit was refused, `read_only` when none was asked for."""
 
 
-def usage_object(usage: TurnUsage, outcome: CommitOutcome, *, openai_format: bool) -> dict[str, Any]:
+def usage_object(turn: Turn, usage: TurnUsage, outcome: CommitOutcome) -> dict[str, Any]:
     """Return the answer's `usage`: `prompt_tokens` counts computed tokens, or in OpenAI's format the whole prompt."""
+    assert turn.prompt is not None
+    openai_format = turn.usage is UsageFormat.OPENAI
     prompt_tokens = usage.prompt_tokens if openai_format else usage.computed_tokens
     context: dict[str, Any] = {
         "computed_tokens": usage.computed_tokens,
@@ -111,16 +112,16 @@ def usage_object(usage: TurnUsage, outcome: CommitOutcome, *, openai_format: boo
         "saved_tokens": usage.saved_tokens,
         "context_tokens": usage.context_tokens,
         "source": usage.source,
-        "restore_ms": _rounded(usage.loaded),
+        "restore_ms": None if usage.restore_ms is None else round(usage.restore_ms, 1),
         "committed": outcome.committed,
     }
-    at = usage.diverged
+    at = turn.prompt.diverged
     rarer = {
         "saved_ms": usage.saved_ms,
-        "match": usage.match or None,
+        "match": turn.match or None,
         "diverged": at and {"message": at.message, "token": usage.context_tokens, "why": at.why.value},
-        "truncated_tokens": usage.truncated_tokens or None,
-        "reason": outcome.reason or usage.no_kv or None,
+        "truncated_tokens": turn.prompt.truncated_tokens or None,
+        "reason": outcome.reason or turn.no_kv or None,
     }
     context |= {name: value for name, value in rarer.items() if value is not None}
     return {
@@ -132,31 +133,18 @@ def usage_object(usage: TurnUsage, outcome: CommitOutcome, *, openai_format: boo
     }
 
 
-def _rounded(loaded: LoadedKV | None) -> float | None:
-    return None if loaded is None or loaded.restore_ms is None else round(loaded.restore_ms, 1)
-
-
-def receipt_headers(
-    usage: TurnUsage,
-    *,
-    session_id: str,
-    context_mode: str,
-    generation: int,
-    expires_at_ms: int,
-    timings_ms: dict[str, float],
-) -> list[tuple[str, str]]:
+def receipt_headers(turn: Turn, usage: TurnUsage, *, generation: int, expires_at_ms: int) -> list[tuple[str, str]]:
     """Return the headers every answer to a session call carries.
 
     In a stream they are sent with the first chunk: cached tokens are the plan then, the usage chunk has the truth.
     """
-    timings = dict(timings_ms)
-    if usage.loaded is not None and usage.loaded.restore_ms is not None:
-        timings["restore"] = usage.loaded.restore_ms
+    assert turn.prompt is not None
+    timings = turn.timings_ms | ({} if usage.restore_ms is None else {"restore": usage.restore_ms})
     return [
-        ("x-session-id", session_id),
+        ("x-session-id", turn.session.session_id),
         ("x-context-cache", usage.verdict),
         ("x-context-cached-tokens", str(usage.cached_tokens)),
-        ("x-context-mode", context_mode),
+        ("x-context-mode", turn.prompt.outcome.context_mode),
         ("x-context-generation", str(generation)),
         ("x-context-expires-at", str(expires_at_ms // 1000)),
         ("server-timing", ", ".join(f"{name};dur={ms:.1f}" for name, ms in timings.items())),

@@ -1,10 +1,12 @@
 """Usage keeps its invariant and says where cached tokens came from."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contextcache.model import LoadedKV
+from contextcache.model import LoadedKV, UsageFormat
 from vllm_plugin.turn.answer.receipt import CommitOutcome, TurnUsage, usage_object
 
 COMMITTED = CommitOutcome(committed=True, generation=2, expires_at_ms=1000)
@@ -16,6 +18,11 @@ def usage(prompt, context, cached, loaded=None):
     )
 
 
+def told(counts, outcome=COMMITTED, usage_format=UsageFormat.CONTEXT):
+    prompt = SimpleNamespace(diverged=None, truncated_tokens=0)
+    return usage_object(SimpleNamespace(usage=usage_format, match="", no_kv="", prompt=prompt), counts, outcome)
+
+
 def loaded(tokens, tier="disk", *, device=0, failed=False, reason=""):
     return LoadedKV(failed, device, tokens, tier, restore_ms=1.0, reason=reason, compute_us_per_token=50.0)
 
@@ -24,19 +31,19 @@ def test_a_full_hit_still_computes_one_token():
     whole = usage(5, 5, 5)
 
     assert (whole.cached_tokens, whole.computed_tokens) == (4, 1)
-    assert usage_object(whole, COMMITTED, openai_format=False)["prompt_tokens"] == 1
+    assert told(whole)["prompt_tokens"] == 1
 
 
-@pytest.mark.parametrize("openai_format", [True, False])
-def test_both_formats_tell_computed_cached_and_saved_tokens(openai_format):
+@pytest.mark.parametrize("usage_format", UsageFormat)
+def test_both_formats_tell_computed_cached_and_saved_tokens(usage_format):
     """`saved_tokens` leaves out what the engine had cached of the new text for another request."""
-    context = usage_object(usage(10, 6, 8), COMMITTED, openai_format=openai_format)["context"]
+    context = told(usage(10, 6, 8), usage_format=usage_format)["context"]
 
     assert (context["computed_tokens"], context["cached_tokens"], context["saved_tokens"]) == (2, 8, 6)
 
 
 def test_the_openai_format_counts_the_whole_prompt():
-    answer = usage_object(usage(10, 8, 8), COMMITTED, openai_format=True)
+    answer = told(usage(10, 8, 8), usage_format=UsageFormat.OPENAI)
 
     assert answer["prompt_tokens"] == 10
     assert answer["prompt_tokens_details"] == {"cached_tokens": 8}
@@ -78,6 +85,6 @@ def test_source_and_verdict_follow_what_really_was_reused(turn, source, verdict)
 def test_a_refused_commit_is_told_with_its_reason():
     refused = CommitOutcome(committed=False, generation=1, expires_at_ms=0, reason="lease_lost")
 
-    context = usage_object(usage(10, 8, 8), refused, openai_format=False)["context"]
+    context = told(usage(10, 8, 8), refused)["context"]
 
     assert (context["committed"], context["reason"]) == (False, "lease_lost")
