@@ -13,6 +13,7 @@ A fault of the cache is a reason. Another tenant's refs are reported like refs t
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -213,6 +214,8 @@ def _check(question: pb.ResolveRequest) -> None:
         raise InvalidRequest(f"beginning may have at most {BEGINNING_CHARS_MAX} characters", param="beginning")
     if not (0 <= question.wait_ms <= WAIT_MS_MAX and 0 <= question.pull_wait_ms <= WAIT_MS_MAX):
         raise InvalidRequest(f"wait_ms and pull_wait_ms must be 0 to {WAIT_MS_MAX}", param="wait_ms")
+    if not 0 <= question.compute_us_per_token < math.inf:
+        raise InvalidRequest("compute_us_per_token must be a finite number from 0 on", param="compute_us_per_token")
 
 
 def _worth_ms(question: pb.ResolveRequest, num_tokens: int) -> int:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from contextcache.clock import Clock
 from contextcache.errors import SidecarUnavailable
 from contextcache.model import CacheRef, SessionId, TenantId
-from contextcache.names import CACHE_REF_PATTERN, prompt_ref
+from contextcache.names import CACHE_REF_PATTERN, check_session_id, check_tenant, prompt_ref
 from contextcache.process.reloaded import read_bounded
 from kv_sidecar.accounts import LoadReports, UsageMeter
 from kv_sidecar.blocks import Blocks
@@ -218,8 +218,11 @@ class Sidecar:
     async def delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
         """Delete here and in the shared store; see `ContextCatalog.delete`. Both go on if the caller leaves.
 
-        If the store refuses, its removal is retried: from now on the context is not found.
+        If the store refuses, its removal is retried: from now on the context is not found. Raises InvalidRequest.
         """
+        check_tenant(tenant)
+        if session_id:
+            check_session_id(session_id)
         if self.shared is None:
             return await self.catalog.delete(tenant, session_id, cache_refs)
         refs = [ref for ref in cache_refs if CACHE_REF_PATTERN.fullmatch(ref)]

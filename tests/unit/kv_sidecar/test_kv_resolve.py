@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -265,7 +266,10 @@ async def test_a_checkpoint_is_looked_at_only_where_its_context_does_not_serve_a
 
 
 async def test_a_question_beyond_its_limits_is_refused(pods: Pods) -> None:
-    wrong = [
+    """Seen failing for a rate that is no number: a ValueError in the search, which had no typed answer."""
+    await pods.here.save(DOCUMENT)
+    wrong: list[dict[str, Any]] = [
+        *({"compute_us_per_token": rate, "tokens_min": 1} for rate in (math.nan, math.inf, -1.0)),
         {"wait_ms": LONG_MS + 1},
         {"pull_wait_ms": -1},
         {"fingerprint": ""},

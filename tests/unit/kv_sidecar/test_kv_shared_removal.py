@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contextcache.clock import ManualClock
-from contextcache.errors import SidecarUnavailable
+from contextcache.errors import InvalidRequest, SidecarUnavailable
 from contextcache.model import HeldCacheRef
-from contextcache.names import KEPT_PREFIX, prompt_ref
+from contextcache.names import KEPT_PREFIX, new_cache_ref, prompt_ref
 from kv_sidecar.saves import NewSave
 from kv_sidecar.store import writer
 from kv_sidecar.store.collector import COLLECTOR
@@ -79,6 +79,21 @@ async def with_its_prompt(kv: SidecarUnderTest) -> NewSave:
     await kv.save(TEN[:7], session_id="ctx_1", cache_ref=prompt_ref(new.cache_ref))
     await written(kv)
     return new
+
+
+@pytest.mark.parametrize(
+    ("tenant", "session_id"), [(TENANT, "x" * 70_000), (TENANT, "../../other"), ("..", "ctx_1"), ("x" * 70_000, "")]
+)
+async def test_a_delete_under_an_illegal_name_is_refused_and_leaves_the_writer_no_work(
+    pod: Callable[..., Any], tenant: str, session_id: str
+) -> None:
+    """Seen failing: the store refused the name for ever, and the writer paused after each attempt."""
+    async with pod("a") as kv:
+        with pytest.raises(InvalidRequest):
+            await kv.sidecar.delete(tenant, session_id, [new_cache_ref()])
+
+        assert not kv.sidecar.shared._chores
+        assert len(kv.catalog.refs) == 0
 
 
 class Held:
