@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -63,13 +63,8 @@ def file_meta(
     file: KVFile, *, group: str, tenant: str, fingerprint: str, rank: int, token_ids: tuple[int, ...]
 ) -> BlockMeta:
     """Return the metadata that a context's file must have. `group`: digest; `token_ids`: the file's."""
-    start = tail_start(file.kind, group, file.first_token)
-    return BlockMeta(file.kind, file.name, file.parent, tenant, fingerprint, rank, token_ids, group, start)
-
-
-def tail_start(kind: BlockKind, group: str, first_token: int) -> int:
-    """Return the number that tells the tails of a group apart; 0 for every other file."""
-    return first_token if kind == "tail" and group else 0
+    first_token = file.first_token if file.kind == "tail" and group else 0
+    return BlockMeta(file.kind, file.name, file.parent, tenant, fingerprint, rank, token_ids, group, first_token)
 
 
 class BlockFileWriter:
@@ -80,12 +75,13 @@ class BlockFileWriter:
 
         `num_digests`: length that `digests` will have.
         """
-        self._meta = meta
-        self._codec = codec
-        self.digests: tuple[int, ...] = (0,) * num_digests
-        """Digest of each page as the engine had it; set before `finish()`."""
-        self._shape = (pages_bytes,)
-        self._start = len(self._head(_NO_CHECKSUM))
+        told = _metadata(meta, _NO_CHECKSUM) | ({_CODEC: codec} if codec else {})
+        self.digests: Sequence[int] = (0,) * num_digests
+        """Digest of each page as the engine had it; set before `finish()`, as many as `num_digests`."""
+        if num_digests:
+            told[_DIGESTS] = _text_of(self.digests)
+        self._head = bytearray(encode_header(TensorHeader(TENSOR, "U8", (pages_bytes,), told)))
+        self._start = len(self._head)
         self.size_bytes = self._start + pages_bytes
         """Bytes of the finished file."""
         self._data = memoryview(b"")
@@ -101,8 +97,10 @@ class BlockFileWriter:
     def finish(self) -> memoryview:
         """Compute the checksum and write the head; return the file, which is then complete."""
         self.pages = np.empty(0, dtype=np.uint8)
-        head = self._head(_checksum(self._data[self._start :]))
-        self._data[: len(head)] = head
+        self._set("checksum", _checksum(self._data[self._start :]))
+        if self.digests:
+            self._set(_DIGESTS, _text_of(self.digests))
+        self._data[: self._start] = self._head
         return self._data
 
     def end(self) -> None:
@@ -110,11 +108,13 @@ class BlockFileWriter:
         self.pages = np.empty(0, dtype=np.uint8)
         self._data = memoryview(b"")
 
-    def _head(self, checksum: str) -> bytes:
-        told = _metadata(self._meta, checksum) | ({_CODEC: self._codec} if self._codec else {})
-        if self.digests:
-            told[_DIGESTS] = "".join(f"{digest:0{_DIGEST_DIGITS}x}" for digest in self.digests)
-        return encode_header(TensorHeader(TENSOR, "U8", self._shape, told))
+    def _set(self, name: str, text: str) -> None:
+        """Put a text in place of one of the same length. Other texts escape their quotes, so the name is found."""
+        key = f'"{name}":"'.encode()
+        start = self._head.index(key) + len(key)
+        end = self._head.index(b'"', start)
+        assert end - start == len(text), f"{name} has another length than was told"
+        self._head[start:end] = text.encode()
 
 
 class BlockFile:
@@ -204,10 +204,14 @@ def _metadata(meta: BlockMeta, checksum: str) -> dict[str, str]:
     }
 
 
+def _text_of(digests: Sequence[int]) -> str:
+    return "".join([f"{digest:0{_DIGEST_DIGITS}x}" for digest in digests])
+
+
 def _digests_of(text: str) -> tuple[int, ...]:
     try:
         starts = range(0, len(text), _DIGEST_DIGITS)
-        return tuple(int(text[start : start + _DIGEST_DIGITS], 16) for start in starts)
+        return tuple([int(text[start : start + _DIGEST_DIGITS], 16) for start in starts])
     except ValueError as exc:
         raise CorruptBlock("the block's digests are malformed") from exc
 

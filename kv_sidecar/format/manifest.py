@@ -24,7 +24,7 @@ import xxhash
 from contextcache.errors import CacheRefNotFound, CorruptBlock, InvalidRequest
 from contextcache.model import CacheRef, KVFile, KVGroup, Manifest, SessionId, TenantId, kv_kind
 from contextcache.names import CACHE_REF_PATTERN
-from kv_sidecar.format.block_file import BlockMeta, file_meta, tail_start
+from kv_sidecar.format.block_file import BlockMeta, file_meta
 from kv_sidecar.format.ids import BlockKey, chain_block_ids, chain_packed, pack_token_ids, unpack_token_ids
 from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
 
@@ -193,7 +193,8 @@ def block_key(manifest: Manifest, block_index: int, rank: int) -> BlockKey:
 
 def file_key(file: KVFile, group: str, rank: int) -> BlockKey:
     """Return where a file of a context belongs. `group`: digest of its group."""
-    return BlockKey(file.kind, file.name, rank, group, tail_start(file.kind, group, file.first_token))
+    first_token = file.first_token if file.kind == "tail" and group else 0
+    return BlockKey(file.kind, file.name, rank, group, first_token)
 
 
 def block_meta(manifest: Manifest, block_index: int, rank: int) -> BlockMeta:

@@ -23,7 +23,6 @@ HEAD_BYTES = 8
 _ALIGNMENT = 64
 """The tensor starts at a multiple of a cache line."""
 _MAX_HEADER_BYTES = 64 << 20
-MAX_DIMENSIONS = 8
 _MAX_SIZE = 1 << 48
 SUPPLEMENT = "supplement"
 _KEYS = {"dtype", "shape", "data_offsets"}
@@ -85,26 +84,19 @@ def decode_header(file: memoryview) -> tuple[TensorHeader, int]:
 
 
 def _header_of(document: Any) -> TensorHeader:
-    if not isinstance(document, dict):
-        raise TypeError("the header is not an object")
     metadata = document.pop("__metadata__")
     ((tensor, entry),) = document.items()
+    shape = entry["shape"]
+    (size,) = shape
+    if not isinstance(shape, list) or type(size) is not int or not 0 <= size <= _MAX_SIZE:
+        raise ValueError("the tensor is not a list of so many values")
     if entry.keys() - {SUPPLEMENT} != _KEYS or entry["dtype"] not in _DTYPE_BYTES:
         raise ValueError("the tensor's entry has unknown fields or an unknown dtype")
-    header = TensorHeader(
-        tensor, entry["dtype"], _shape(entry["shape"]), _texts(metadata), _texts(entry.get(SUPPLEMENT, {}))
-    )
+    supplement = _texts(entry[SUPPLEMENT]) if SUPPLEMENT in entry else {}
+    header = TensorHeader(tensor, entry["dtype"], (size,), _texts(metadata), supplement)
     if entry["data_offsets"] != [0, header.data_bytes]:
         raise ValueError("the tensor does not fill the file")
     return header
-
-
-def _shape(sizes: Any) -> tuple[int, ...]:
-    if not isinstance(sizes, list) or len(sizes) > MAX_DIMENSIONS:
-        raise TypeError("the shape is not a list, or too long")
-    if not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in sizes):
-        raise ValueError("a size is out of range")
-    return tuple(sizes)
 
 
 def _texts(pairs: Any) -> dict[str, str]:

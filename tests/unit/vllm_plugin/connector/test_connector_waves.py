@@ -166,8 +166,9 @@ def world(request: pytest.FixtureRequest) -> World:
         driver.digests += digests
         size = piece.num_pages * page_bytes(layers.shapes[0])
         writer = BlockFileWriter(plan.meta(piece, 0), pages_bytes=size, num_digests=piece.num_pages)
-        writer.digests = digests
-        head = writer._head("c" * 32)
+        writer._set("digests", "".join(f"{digest:016x}" for digest in digests))
+        writer._set("checksum", "c" * 32)
+        head = writer._head
         start = index * slot_bytes
         memory[start : start + len(head)] = head
         slot = pb.Slot(offset=start, size_bytes=writer.size_bytes)
