@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.kit.paged_kv import CONTENT, HEADS, NUM_BLOCKS, ORDERS, TOKENS, HostKind, empty_pages, paged
-from vllm_plugin.connector.copies.cpu_copies import HostLayers, runs
+from vllm_plugin.connector.copies.cpu_copies import HostLayers
 from vllm_plugin.connector.copies.layout import layer_views, open_layers
 from vllm_plugin.connector.copies.pages import PageCopy, PagedLayers, page_orders
 from vllm_plugin.connector.engine_check import UncarriedEngine
@@ -27,7 +25,7 @@ def orders_of(order: str, *, heads: int = HEADS) -> list[str]:
     return [shape.order for shape in shapes]
 
 
-def test_many_scattered_blocks_take_the_indexed_way_to_the_same_result() -> None:
+def test_many_scattered_blocks_come_back() -> None:
     kv = {"layer": torch.arange(40 * HEADS * TOKENS * CONTENT).float().reshape(40, HEADS, TOKENS, CONTENT)}
     ids = [(i * 7) % 40 for i in range(40)]
     layers = open_all(kv, 40)
@@ -38,17 +36,11 @@ def test_many_scattered_blocks_take_the_indexed_way_to_the_same_result() -> None
     layers.scatter([PageCopy(0, ids, pages, 40)])
 
     assert isinstance(layers, HostLayers)
-    assert len(runs(ids)) > 8
     assert torch.equal(kv["layer"][ids], expected)
 
 
-@pytest.mark.parametrize(
-    ("starts", "bands"),
-    [((0, 1, 2, 3), [4]), ((3, 2, 1, 0), [4]), ((0, 2, 4, 5), [3, 1]), ((0, 3, 1, 2), [2, 2]), ((5,), [1])],
-)
-def test_layers_at_equal_distances_are_copied_together_and_nothing_between_them(
-    starts: tuple[int, ...], bands: list[int]
-) -> None:
+@pytest.mark.parametrize("starts", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 4, 5), (0, 3, 1, 2), (5,)])
+def test_layers_are_copied_and_nothing_between_them(starts: tuple[int, ...]) -> None:
     """Seen failing with a distance taken from the first two layers alone."""
     memory = torch.zeros(6, NUM_BLOCKS, HEADS, TOKENS, CONTENT)
     layers = open_all({f"layer.{start}": memory[start] for start in starts})
@@ -59,7 +51,6 @@ def test_layers_at_equal_distances_are_copied_together_and_nothing_between_them(
     again = empty_pages(layers, 2)
     layers.gather([PageCopy(0, [5, 1], again, 2)])
 
-    assert [len(band) for band in layers._bands[0]] == bands
     assert (again == pages).all()
     for number, start in enumerate(starts):
         own = pages.reshape(len(starts), 2, -1)[number]
@@ -129,14 +120,3 @@ def test_layers_that_share_a_tensor_are_carried_once() -> None:
 def test_layers_we_cannot_carry_are_refused(kv: dict[str, torch.Tensor]) -> None:
     with pytest.raises(UncarriedEngine):
         open_all(kv)
-
-
-@given(st.lists(st.integers(0, 50), max_size=60))
-def test_runs_say_the_ids_again(ids: list[int]) -> None:
-    spelled = [ids[start] + step * i for start, length, step in runs(ids) for i in range(length)]
-
-    assert spelled == ids
-
-
-def test_runs_go_up_and_down() -> None:
-    assert runs([4, 5, 6, 9, 8, 7, 1]) == [(0, 3, 1), (3, 3, -1), (6, 1, 1)]
