@@ -298,7 +298,6 @@ class Pulls:
             if outcome != "pulled" and not wanted.peer:
                 for ref in wanted.names:
                     self._absent.add((wanted.tenant, ref), self.runtime.clock.now_ms())
-            self.catalog.refs.expect_no_more(wanted.tenant, wanted.names)
             self.runtime.metrics.pulls.labels(outcome).inc()
             self.runtime.metrics.pull_seconds.observe(time.monotonic() - began_at_s)
             log.info("pull ended", extra={"outcome": outcome, "cache_ref": wanted.names[0], "peer": wanted.peer})
@@ -452,7 +451,9 @@ class Pulls:
         crash_point(BETWEEN_PULLED_BLOCKS)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
+        wanted = self._tasks.pop(task)
+        # Also for a task that was cancelled before it ran.
+        self.catalog.refs.expect_no_more(wanted.tenant, wanted.names)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("pull failed", exc_info=error)
 

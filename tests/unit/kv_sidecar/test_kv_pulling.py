@@ -625,3 +625,13 @@ async def test_a_fetch_that_is_cancelled_in_any_moment_gives_its_room_back(pair:
 
         assert [await slots.acquire() for _ in range(4)] == [True] * 4, moment
         assert slots.locked()
+
+
+async def test_a_pull_that_is_broken_off_before_it_began_is_expected_no_more(pair: Pair) -> None:
+    """Seen failing: its task never ran, and readers waited for it to the end of their time."""
+    new = await pair.there.save(PROMPT)
+    assert pair.start(new.cache_ref) == STARTED
+    await pair.here.sidecar.pulls.close()
+
+    assert not pair.here.catalog.holds(TENANT, new.cache_ref)
+    assert pair.here.sidecar.pulls.num_pulls == 0
