@@ -20,9 +20,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 from typing import NamedTuple
 
-from opentelemetry.trace import Span, get_current_span
+from opentelemetry.trace import get_current_span
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, CorruptBlock, SidecarUnavailable, StorageFull
@@ -30,8 +31,8 @@ from contextcache.phases import Phases
 from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import NO_TRACER, Tracer, fail
-from kv_sidecar.client import BlockFile, check_head, parse_block_file
-from vllm_plugin.connector.copies.pages import Fence, PageCopy, PagedLayers, Spent
+from kv_sidecar.client import check_head, parse_block_file
+from vllm_plugin.connector.copies.pages import Fence, Landed, PageCopy, PagedLayers, Proof, Spent
 from vllm_plugin.connector.metadata import LoadPlan, Piece
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -48,6 +49,8 @@ _ROOM_WAIT_MS = 500
 """Longest wait in the sidecar for room. Other loads hold it for some 20 ms. Without room, the request is computed."""
 _PARTS_AHEAD = 4
 """Parts of one load that are copied or wait for a thread."""
+_PART_BYTES = 4 << 20
+"""Size from which a part is copied by itself. Handing a part to a thread costs as much as copying 500 KiB."""
 
 
 class LoadPhase(Enum):
@@ -88,6 +91,14 @@ class Load:
     reason: str = ""
     """Reason of a failure, a short fixed phrase."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    lease_id: str = ""
+    """Lease of slots that are copied; the report ends it."""
+    size_bytes: int = 0
+    """Bytes of the files that the sidecar has named."""
+    tier: pb.Tier.ValueType = pb.TIER_UNSPECIFIED
+    first_slot_s: float = 0.0
+    """Wait for the sidecar's first answer."""
+    spent: Spent = field(default_factory=Spent)
 
     @property
     def is_over(self) -> bool:
@@ -120,30 +131,13 @@ class Load:
             return self.phase is LoadPhase.ENDED
 
 
-@dataclass(slots=True)
-class _Progress:
-    """State of a load's copies."""
-
-    size_bytes: int = 0
-    tier: pb.Tier.ValueType = pb.TIER_UNSPECIFIED
-    terms: Terms | None = None
-    """Terms of the link under which it is copied; None: not known yet."""
-    lease_id: str = ""
-    """Lease of slots that are copied; the report ends it."""
-    is_full: bool = False
-    """Whether the arena had no room for the rest of the last call's files."""
-    first_slot_s: float = 0.0
-    """Wait for the sidecar's first answer."""
-    spent: Spent = field(default_factory=Spent)
-
-
 class _Arrival(NamedTuple):
     """A file in a slot, and the copy it is for."""
 
-    piece: Piece
-    answer: pb.LoadBlocksResponse
-    block: BlockFile
     copy: PageCopy
+    expected: Landed
+    """Proof of a copy of the right bytes."""
+    slot: pb.Slot
 
 
 class Loader:
@@ -174,7 +168,7 @@ class Loader:
 
     def open(self, plan: LoadPlan, fence: Fence) -> Load:
         """Give a plan its deadline; it runs from now, waiting in the queue included."""
-        size_bytes = sum(self._piece_bytes(piece) for piece in plan.pieces)
+        size_bytes = sum(map(self._piece_bytes, plan.pieces))
         allowed_ms = self._settings.load_deadline_ms + size_bytes // self._settings.load_bytes_per_ms_min
         return Load(plan, fence, self._clock.now_ms() + allowed_ms)
 
@@ -185,34 +179,28 @@ class Loader:
     def run(self, load: Load) -> None:
         """Load, then report: first to the engine, then to the sidecar. Raises nothing."""
         plan = load.plan
+        terms: Terms | None = None
         with self._tracer.continued("connector load", parent=plan.traceparent) as span:
             span.set_attribute("contextcache.rank", self._link.facts.rank)
             span.set_attribute("contextcache.cache_ref", plan.cache_ref)
             span.set_attribute("contextcache.loaded_tokens", plan.loaded_tokens)
-            self._run(load, span)
-
-    def _run(self, load: Load, span: Span) -> None:
-        progress = _Progress()
-        try:
-            self._copy(load, progress)
-        except ContextCacheError as exc:
-            self._link.doubt(exc, progress.terms)
-            late = self._clock.now_ms() >= load.deadline_ms
-            self.fail(load, "load_deadline" if late else exc.code)
-        except OSError:
-            self.fail(load, "read_error")
-        except Exception:
-            # The engine waits for this id for ever: no fault of ours may keep it.
-            log.exception("load failed unexpectedly", extra={"cache_ref": load.plan.cache_ref})
-            self.fail(load, "internal_error")
-        else:
-            self._succeed(load, progress, span)
-        self._end_lease(progress)
-
-    def _end_lease(self, progress: _Progress) -> None:
-        lease_id, progress.lease_id = progress.lease_id, ""
-        if lease_id:
-            self._reporter.end_load(lease_id)
+            try:
+                terms = self._link.terms()
+                self._copy(load, terms.arena)
+            except ContextCacheError as exc:
+                self._link.doubt(exc, terms)
+                late = self._clock.now_ms() >= load.deadline_ms
+                self.fail(load, "load_deadline" if late else exc.code)
+            except OSError:
+                self.fail(load, "read_error")
+            except Exception:
+                # The engine waits for this id for ever: no fault of ours may keep it.
+                log.exception("load failed unexpectedly", extra={"cache_ref": plan.cache_ref})
+                self.fail(load, "internal_error")
+            else:
+                if load.end(""):
+                    self._tell(load)
+            self._end_lease(load)
 
     def fail(self, load: Load, reason: str) -> None:
         """Hand the request back to be computed: now, or when the last thread stops writing to its blocks.
@@ -220,77 +208,82 @@ class Loader:
         Never waits: the engine's thread calls it for loads that never ran, or that hang.
         """
         if load.end(reason):
-            self._tell_failed(load)
+            self._tell(load)
 
-    def _tell_failed(self, load: Load) -> None:
-        plan = load.plan
-        self._counters.add("failed_loads", load.reason)
-        fail(get_current_span(), load.reason)
-        self._results.end_load(plan.engine_request_id, is_failed=True)
-        log.warning("load failed", extra={"cache_ref": plan.cache_ref, "reason": load.reason})
-        self._report(plan, pb.LOAD_OUTCOME_FAILED, _Progress(), load.reason)
+    def _tell(self, load: Load) -> None:
+        """Tell the engine, then the sidecar, of a load that has ended. Never waits."""
+        plan, span, facts = load.plan, get_current_span(), self._link.facts
+        report = pb.LoadReport(
+            request_id=plan.request_id,
+            outcome=pb.LOAD_OUTCOME_FAILED if load.reason else pb.LOAD_OUTCOME_LOADED,
+            device_tokens=plan.device_tokens,
+            reason=load.reason,
+            rank=facts.rank,
+            world_size=facts.world_size,
+            compute_us_per_token=plan.compute_us_per_token,
+        )
+        lease_id = ""
+        if load.reason:
+            self._counters.add("failed_loads", load.reason)
+            fail(span, load.reason)
+            log.warning("load failed", extra={"cache_ref": plan.cache_ref, "reason": load.reason})
+        else:
+            spent = load.spent
+            steps = {"submit": spent.submit_s, "gil": spent.gil_s, "copy": spent.copy_s, "verify": spent.verify_s}
+            for name, seconds in (steps | {"first_slot": load.first_slot_s}).items():
+                span.set_attribute(f"contextcache.{name}_ms", round(seconds * 1000, 3))
+            span.set_attribute("contextcache.size_bytes", load.size_bytes)
+            self._counters.add("loads")
+            self._counters.add("loaded_bytes", amount=load.size_bytes)
+            report.loaded_tokens, report.tier, report.size_bytes = plan.loaded_tokens, load.tier, load.size_bytes
+            if plan.request_id:
+                lease_id, load.lease_id = load.lease_id, ""
+        self._results.end_load(plan.engine_request_id, is_failed=bool(load.reason))
+        if plan.request_id:
+            report.restore_ms = (time.monotonic() - plan.asked_at_s) * 1000
+            self._reporter.send(report, lease_id=lease_id)
 
-    def _succeed(self, load: Load, progress: _Progress, span: Span) -> None:
-        if not load.end(""):
-            return
-        spent = progress.spent
-        steps = {"submit": spent.submit_s, "gil": spent.gil_s, "copy": spent.copy_s, "verify": spent.verify_s}
-        for name, seconds in (steps | {"first_slot": progress.first_slot_s}).items():
-            span.set_attribute(f"contextcache.{name}_ms", round(seconds * 1000, 3))
-        span.set_attribute("contextcache.size_bytes", progress.size_bytes)
-        self._counters.add("loads")
-        self._counters.add("loaded_bytes", amount=progress.size_bytes)
-        self._results.end_load(load.plan.engine_request_id)
-        self._report(load.plan, pb.LOAD_OUTCOME_LOADED, progress, "")
+    def _end_lease(self, load: Load) -> None:
+        lease_id, load.lease_id = load.lease_id, ""
+        if lease_id:
+            self._reporter.end_load(lease_id)
 
-    def _copy(self, load: Load, progress: _Progress) -> None:
-        progress.terms = self._link.terms()
-        arena = progress.terms.arena
+    def _copy(self, load: Load, arena: Arena | None) -> None:
         if arena is None:
             raise StorageFull("the sidecar has no arena")
         crash_point(BEFORE_LOAD)
         try:
-            self._copy_all(arena, load, progress, verify=False)
+            self._copy_all(arena, load, verify=False)
         except CorruptBlock as exc:
             # A copy in memory is bad, or a file on disk, and would be at every load: the sidecar drops or quarantines
             # it when it compares.
             log.warning("load repeated after a comparison", extra={"cache_ref": load.plan.cache_ref})
             self._counters.add("renewed_loads")
-            self._end_lease(progress)
-            progress.size_bytes, progress.tier = 0, pb.TIER_UNSPECIFIED
+            self._end_lease(load)
+            load.size_bytes, load.tier = 0, pb.TIER_UNSPECIFIED
             try:
-                self._copy_all(arena, load, progress, verify=True)
+                self._copy_all(arena, load, verify=True)
             except ContextCacheError:
                 raise exc from None
 
-    def _copy_all(self, arena: Arena, load: Load, progress: _Progress, *, verify: bool) -> None:
-        """Copy all pieces. Where the arena has no room for the rest, copied pieces make room. Raises StorageFull."""
-        for batch in self._batches(load.plan.pieces, arena):
-            asked = batch
-            while asked:
-                left = self._copy_pieces(arena, load, progress, asked, verify=verify)
-                if len(left) == len(asked):
-                    raise StorageFull("the arena has no room for a block that is on disk")
-                asked = left
+    def _copy_all(self, arena: Arena, load: Load, *, verify: bool) -> None:
+        """Copy all pieces. Where the arena has no room for the rest, copied pieces make room. Raises StorageFull.
 
-    def _batches(self, pieces: Sequence[Piece], arena: Arena) -> Iterator[Sequence[Piece]]:
-        """Yield all pieces at once; of a context that the arena cannot hold, as many as a quarter of it has room for.
-
-        Each batch has a lease of its own, so that its slots make room for the batch after the next one.
+        A context that the arena cannot hold is asked for in parts of a quarter of the arena, each under its own lease.
+        The slots of a part then make room for the part after the next one.
         """
-        sizes = [self._piece_bytes(piece) for piece in pieces]
-        limit_bytes = arena.size_bytes // 4 if sum(sizes) > arena.size_bytes else sum(sizes)
-        start, size_bytes = 0, 0
-        for index, size in enumerate(sizes):
-            if index > start and size_bytes + size > limit_bytes:
-                yield pieces[start:index]
-                start, size_bytes = index, 0
-            size_bytes += size
-        yield pieces[start:]
+        left: Sequence[Piece] = load.plan.pieces
+        size_bytes = sum(map(self._piece_bytes, left))
+        limit_bytes = arena.size_bytes // 4 if size_bytes > arena.size_bytes else size_bytes
+        while left:
+            sizes = accumulate(map(self._piece_bytes, left))
+            asked = left[: max(1, sum(size <= limit_bytes for size in sizes))]
+            missing = self._copy_pieces(arena, load, asked, verify=verify)
+            if len(missing) == len(asked):
+                raise StorageFull("the arena has no room for a block that is on disk")
+            left = [*missing, *left[len(asked) :]]
 
-    def _copy_pieces(
-        self, arena: Arena, load: Load, progress: _Progress, asked: Sequence[Piece], *, verify: bool
-    ) -> Sequence[Piece]:
+    def _copy_pieces(self, arena: Arena, load: Load, asked: Sequence[Piece], *, verify: bool) -> Sequence[Piece]:
         """Copy pieces under one lease; return those that the arena has no room for.
 
         Each answer names the slots that are at hand: all of them when they are in memory. All copies have ended when
@@ -310,51 +303,55 @@ class Loader:
             verify=verify,
             room_wait_ms=min(_ROOM_WAIT_MS, int(self._remaining_s(load) * 500)),
         )
-        copying = deque[tuple[Future[None], Sequence[_Arrival]]]()
-        progress.is_full = False
+        copying = deque[Future[None]]()
         try:
-            for files in self._answers(request, load, progress):
-                arrivals = [self._arrival(arena, load, pieces, file) for file in files]
-                for start in range(0, len(arrivals), self._layers.files_at_once):
-                    part = arrivals[start : start + self._layers.files_at_once]
-                    copying.append((self._copiers.submit(self._write, arena, load, part, progress.spent), part))
-                    while len(copying) >= _PARTS_AHEAD:
-                        self._took(load, progress, *copying.popleft())
+            for part in self._parts(arena, load, pieces, request):
+                copying.append(self._copiers.submit(self._write, arena, load, part))
+                if len(copying) == _PARTS_AHEAD:
+                    self._took(load, copying.popleft())
             while copying:
-                self._took(load, progress, *copying.popleft())
+                self._took(load, copying.popleft())
         finally:
             # A future that another thread cancelled never ends.
-            wait([future for future, _ in copying if not future.cancel()])
-            if progress.is_full or len(asked) < len(plan.pieces):  # the next call needs their room
-                with suppress(ContextCacheError):
-                    self._link.sidecar.get().end_load(lease_id)
-            else:
-                progress.lease_id = lease_id
-        if pieces and not progress.is_full:
-            raise CorruptBlock("the sidecar named fewer blocks than requested")
+            wait([future for future in copying if not future.cancel()])
+            load.lease_id = lease_id
+        if pieces or len(asked) < len(plan.pieces):  # the next call needs their room
+            load.lease_id = ""
+            with suppress(ContextCacheError):
+                self._link.sidecar.get().end_load(lease_id)
         return list(pieces.values())
 
-    def _answers(
-        self, request: pb.LoadBlocksRequest, load: Load, progress: _Progress
-    ) -> Iterator[Sequence[pb.LoadBlocksResponse]]:
-        """Yield files that are named together; end early, with a note, where the arena has no room for the next."""
-        asked_s, is_first = time.perf_counter(), True
-        try:
-            for answer in self._link.sidecar.get().load_blocks(request, self._remaining_s(load)):
-                if is_first:
-                    progress.first_slot_s, is_first = progress.first_slot_s + time.perf_counter() - asked_s, False
-                self._remaining_s(load)
-                yield answer, *answer.more
-        except StorageFull:
-            progress.is_full = True
-
-    def _took(self, load: Load, progress: _Progress, future: Future[None], part: Sequence[_Arrival]) -> None:
-        """Note files that are copied, once they are."""
+    def _took(self, load: Load, future: Future[None]) -> None:
+        """Wait for a part that is copied."""
         future.result()
         crash_point(BETWEEN_LOADED_BLOCKS)
-        progress.tier = max(progress.tier, *(arrival.answer.tier for arrival in part))
-        progress.size_bytes += sum(self._piece_bytes(arrival.piece) for arrival in part)
         self._remaining_s(load)
+
+    def _parts(
+        self, arena: Arena, load: Load, pieces: dict[int, Piece], request: pb.LoadBlocksRequest
+    ) -> Iterator[Sequence[_Arrival]]:
+        """Yield files that are copied together, as the sidecar names them; take their pieces from `pieces`.
+
+        Ends early where the arena has no room for the next file. Raises CorruptBlock.
+        """
+        asked_s = time.perf_counter()
+        try:
+            for answer in self._link.sidecar.get().load_blocks(request, self._remaining_s(load)):
+                load.first_slot_s = load.first_slot_s or time.perf_counter() - asked_s
+                self._remaining_s(load)
+                part, part_bytes = list[_Arrival](), 0
+                for file in (answer, *answer.more):
+                    part.append(self._arrival(arena, load, pieces, file))
+                    part_bytes += part[-1].copy.pages.nbytes
+                    if part_bytes >= _PART_BYTES and len(part) >= self._layers.files_at_once:
+                        yield part
+                        part, part_bytes = [], 0
+                if part:
+                    yield part
+        except StorageFull:
+            return
+        if pieces:
+            raise CorruptBlock("the sidecar named fewer blocks than requested")
 
     def _arrival(self, arena: Arena, load: Load, pieces: dict[int, Piece], answer: pb.LoadBlocksResponse) -> _Arrival:
         """Compare a file's head with the plan. Raises CorruptBlock."""
@@ -373,36 +370,29 @@ class Loader:
         if (block.pages.nbytes, block.codec) != self._layers.stored(group, piece.num_pages, piece.num_full):
             raise CorruptBlock("the block's pages have a different size or codec than this engine")
         is_digested = self._layers.makes_digests and len(block.digests) == piece.num_pages
-        copy = PageCopy(
-            group,
-            piece.block_ids,
-            block.pages,
-            piece.num_pages,
-            piece.first_page,
-            load.fence,
-            piece.num_full,
-            "digests" if is_digested else "checksum",
-        )
-        return _Arrival(piece, answer, block, copy)
+        proof: Proof = "digests" if is_digested else "checksum"
+        first, ids = piece.first_page, piece.block_ids
+        copy = PageCopy(group, ids, block.pages, piece.num_pages, first, load.fence, piece.num_full, proof)
+        landed = Landed(digests=block.digests[first : first + len(ids)]) if is_digested else Landed(block.checksum)
+        load.size_bytes += self._piece_bytes(piece)
+        load.tier = max(load.tier, answer.tier)
+        return _Arrival(copy, landed, answer.slot)
 
-    def _write(self, arena: Arena, load: Load, part: Sequence[_Arrival], spent: Spent) -> None:
+    def _write(self, arena: Arena, load: Load, part: Sequence[_Arrival]) -> None:
         """Copy files' pages into the engine's blocks, then compare. Raises CorruptBlock.
 
         In that order, so that a slot that was lent to another writer before it was copied is noticed.
         """
         load.begin_writing()
         try:
-            landed = self._layers.scatter([arrival.copy for arrival in part], spent)
+            landed = self._layers.scatter([arrival.copy for arrival in part], load.spent)
         finally:
             if load.stop_writing():
-                self._tell_failed(load)
-        for (_, answer, block, copy), proof in zip(part, landed, strict=True):
-            moved = slice(copy.first_page, copy.first_page + len(copy.block_ids))
-            found = proof.digests if copy.proof == "digests" else proof.checksum
-            expected = block.digests[moved] if copy.proof == "digests" else block.checksum
-            if found != expected:
+                self._tell(load)
+        for (_, expected, slot), proof in zip(part, landed, strict=True):
+            if proof != expected:
                 raise CorruptBlock("the block's digest or checksum is wrong")
-            if arena.generation(answer.slot.offset) != answer.slot.generation:
+            if arena.generation(slot.offset) != slot.generation:
                 raise CorruptBlock("the slot was lent to another writer")
 
     def _piece_bytes(self, piece: Piece) -> int:
@@ -413,24 +403,3 @@ class Loader:
         if remaining_ms <= 0:
             raise SidecarUnavailable("the load reached its deadline")
         return remaining_ms / 1000
-
-    def _report(self, plan: LoadPlan, outcome: pb.LoadOutcome.ValueType, progress: _Progress, reason: str) -> None:
-        if not plan.request_id:
-            return
-        lease_id, progress.lease_id = progress.lease_id, ""
-        self._reporter.send(
-            pb.LoadReport(
-                request_id=plan.request_id,
-                outcome=outcome,
-                device_tokens=plan.device_tokens,
-                loaded_tokens=plan.loaded_tokens if outcome == pb.LOAD_OUTCOME_LOADED else 0,
-                tier=progress.tier,
-                restore_ms=(time.monotonic() - plan.asked_at_s) * 1000,
-                size_bytes=progress.size_bytes,
-                reason=reason,
-                rank=self._link.facts.rank,
-                world_size=self._link.facts.world_size,
-                compute_us_per_token=plan.compute_us_per_token,
-            ),
-            lease_id=lease_id,
-        )

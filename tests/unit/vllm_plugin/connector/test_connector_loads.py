@@ -18,6 +18,7 @@ from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from vllm_plugin.connector.copies.pages import Landed, PageCopy, Spent
+from vllm_plugin.connector.loads import loading
 
 A, B = cache_ref(1), cache_ref(2)
 KEPT = BlockKey("block", "e" * 64, 0)
@@ -589,8 +590,9 @@ def _settle_lookup(engine: Engine) -> None:
         future.result(30)
 
 
-def test_a_load_in_the_middle_of_a_shutdown_ends(engine: Engine) -> None:
+def test_a_load_in_the_middle_of_a_shutdown_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing: what the shutdown had cancelled was waited for without an end."""
+    monkeypatch.setattr(loading, "_PART_BYTES", 1)  # a part for each file
     saved(engine, [(7 * i) % 401 for i in range(900)])
     loader, hang = engine.loop.worker.worker_side._loader, threading.Event()
     write = loader._write
