@@ -106,8 +106,10 @@ class SharedTier:
     """Deleted kept conversations: older KV of them that is still in the store is not used."""
     _chores: deque[_Chore] = field(init=False)
     """Removals that the store did not take, and notes of use: retried until the store takes them."""
-    _untidy: OrderedDict[Session, None] = field(default_factory=OrderedDict)
-    """Kept conversations of which the store may have too much; apart from chores, which none pushes out."""
+    _untidy: OrderedDict[Session, Removal | None] = field(default_factory=OrderedDict)
+    """Kept conversations of which the store may have too much, each with the removal that the store refused.
+
+    Apart from chores, which none pushes out."""
     _writer: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -184,7 +186,6 @@ class SharedTier:
                 await self._write_next()
                 backoff_s = BACKOFF_S
             except SidecarUnavailable as exc:
-                self.runtime.metrics.store_writes.labels("unavailable").inc()
                 log.warning("shared store refused a write", extra={"reason": exc.message})
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _BACKOFF_S_MAX)
@@ -195,22 +196,34 @@ class SharedTier:
     async def _write_next(self) -> None:
         """Do one chore, tidy one group and write one context; refused work goes to the end of its queue.
 
-        A refusal stops none of the three: the store may take one and not the other.
+        A refusal stops none of the three: the store may take one and not the other. Raises SidecarUnavailable when it
+        took none.
         """
         refused: list[SidecarUnavailable] = []
+        num_taken = 0
         if self._chores:
             session, chore = self._chores.popleft()
             with self._working(session), _noting(refused, lambda: self._chores.append((session, chore))):
                 await chore()
+                num_taken += 1
         if self._untidy:
-            group, _ = self._untidy.popitem(last=False)
-            with self._working(group), _noting(refused, lambda: self._tidy_soon(group)):
-                await self._tidy(group)
+            group, surplus = self._untidy.popitem(last=False)
+            with self._working(group), _noting(refused, lambda: self._tidy_soon(group, surplus)):
+                if surplus is None:
+                    surplus = await self._surplus(group)
+                else:
+                    self._tidy_soon(group)
+                if surplus is not None:
+                    await self._remove(surplus)
+                num_taken += 1
         if queue := self._queue or self._kept:
             cache_ref, again = queue.popitem(last=False)
             with _noting(refused, lambda: queue.setdefault(cache_ref, again)):
                 await self._write(cache_ref, again=again)
+                num_taken += 1
         if refused:
+            self.runtime.metrics.store_writes.labels("unavailable").inc()
+        if refused and not num_taken:
             raise refused[-1]
         if not (self._queue or self._kept or self._chores or self._untidy):
             self._work.clear()
@@ -453,26 +466,25 @@ class SharedTier:
         self._chores.append((session, chore))
         self._wake()
 
-    def _tidy_soon(self, group: Session) -> None:
-        self._untidy[group] = None
+    def _tidy_soon(self, group: Session, surplus: Removal | None = None) -> None:
+        self._untidy[group] = surplus or self._untidy.get(group)
         if len(self._untidy) > self.limits.queue_max:
             self._untidy.popitem(last=False)  # its surplus leaves at its expiry
         self._wake()
 
-    async def _tidy(self, group: Session) -> None:
-        """Remove replaced and surplus KV of a group, once all its KV of this pod is there."""
+    async def _surplus(self, group: Session) -> Removal | None:
+        """Return replaced and surplus KV of a group, once all its KV of this pod is there; None: there is none."""
         here = {record.cache_ref for record in self.stored.local.manifests.of_session(*group)}
         if any(ref in self._kept for ref in here):
-            return
+            return None
         there = await self.stored.used(*group)
         if not here or not here.issubset(there):
-            return
+            return None
         others = [ref for ref in there if ref not in here]
         gone = {ref for ref in others if ref in self._replaced}
         left = [ref for ref in others if ref not in gone]
         gone.update(left[: max(len(there) - len(gone) - GROUP_MAX, 0)])
-        if gone:
-            await self.end_delete(Removal(*group, gone))
+        return Removal(*group, gone) if gone else None
 
 
 @contextmanager

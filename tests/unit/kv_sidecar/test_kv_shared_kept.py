@@ -410,6 +410,31 @@ async def test_what_was_deleted_while_the_store_was_away_is_not_found_again_and_
         await ended(kv)
 
 
+async def test_surplus_that_the_store_does_not_let_go_of_is_one_piece_of_work(pod, tmp_path, monkeypatch):
+    """Seen failing: each attempt left one more removal, and these displaced the deletes of clients."""
+
+    async def fail(*args: object) -> None:
+        raise SidecarUnavailable("down")
+
+    async with pod("a") as kv:
+        shared, delete = kv.sidecar.shared, kv.sidecar.shared.stored.objects.delete
+        monkeypatch.setattr(writer, "BACKOFF_S", 0.0)
+        await kv.save(SAID, session_id=GROUP)
+        await written(kv)
+        shared.stored.objects.delete = fail
+        await kv.save((*SAID, 30, 31, 32, 33, 34), session_id=GROUP)
+
+        async def num_refused() -> float:
+            return kv.counted("store_writes_total", outcome="unavailable")
+
+        await until(num_refused, is_so=lambda number: number > 10, what="the store refused some attempts")
+        assert len(shared._chores) + len(shared._untidy) <= 1
+        shared.stored.objects.delete = delete
+        await shared.flush(60)
+    assert kinds(tmp_path)["manifests"] == 1
+    assert kinds(tmp_path)["blocks"] == kinds(tmp_path)["holders"]
+
+
 async def test_a_delete_that_waits_for_the_store_is_not_lost_for_turns_that_come_meanwhile(pod, tmp_path):
     async def fail(*args: object) -> None:
         raise SidecarUnavailable("down")

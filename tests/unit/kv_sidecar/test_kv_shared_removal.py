@@ -129,6 +129,22 @@ async def given_up(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_a_removal_that_the_store_refuses_does_not_slow_the_writes(
+    pod: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing: without the right to delete, the writer paused after each context, up to 30 s."""
+    async with pod("a") as kv:
+        monkeypatch.setattr(writer, "BACKOFF_S", 3600.0)
+        shared = kv.sidecar.shared
+        await shared.close()
+        refusing(shared.stored.objects, "delete", monkeypatch)
+        await kv.sidecar.delete(TENANT, "ctx_9", [new_cache_ref()])
+        saved = {(await kv.save((number, *TEN), session_id=f"ctx_{number}")).cache_ref for number in range(4)}
+        shared.start()
+        await until(lambda: manifests(tmp_path) == saved, what="all contexts are written")
+        assert len(shared._chores) == 1
+
+
 @pytest.mark.parametrize("is_named", [True, False])
 async def test_the_end_of_a_prompt_goes_from_the_store_with_its_context_and_never_takes_it_along(
     pod, tmp_path, clock, is_named
