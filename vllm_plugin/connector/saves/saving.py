@@ -4,9 +4,12 @@ A save is one cache_ref's, and its phases are `PHASES`. Parts of it come while i
 tokens alone, and the last part at the request's end. The engine's blocks are held while the last part is copied out
 and no longer. A context that the arena has no room for goes by pieces: files that the sidecar has taken make room.
 
-Every save ends once, by `Saver.end`: sealed, or for a reason that is counted and told to the sidecar. Slots go back
-only when no thread writes to them. Threads: the engine's thread starts and ends saves, and never waits; two threads
-fill slots; threads of `copying` work on saves that hold blocks, threads of `uploads` on everything else.
+Every save ends once, by `Saver.end`: sealed, or for a reason that is counted and told to the sidecar. A part has files
+and a deadline of its own, and one thread works on it at a time. A lost early part costs its save nothing: the last part
+asks for all files that the sidecar lacks. Slots go back only when no thread writes to them.
+
+Threads: the engine's thread starts and ends saves, and never waits; two threads fill slots; threads of `copying` copy
+last parts, threads of `uploads` do everything else.
 """
 
 from __future__ import annotations
@@ -70,23 +73,17 @@ class SavePhase(Enum):
     COPYING = "copying"
     """A thread copies a part out of the engine."""
     COPIED = "copied"
-    """All is copied, and the engine has its blocks back."""
-    HANDING = "handing"
-    """The sidecar takes the last files."""
-    SEALING = "sealing"
+    """All is copied, and the engine has its blocks back. The sidecar takes the last files."""
     ENDED = "ended"
 
 
-_OPEN = tuple(phase for phase in SavePhase if phase is not SavePhase.ENDED)
 _UNCOPIED = (SavePhase.QUEUED, SavePhase.COPYING)
 PHASES = Phases(
     [
         ((SavePhase.QUEUED,), "copy", SavePhase.COPYING),
         ((SavePhase.COPYING,), "part copied", SavePhase.QUEUED),
         ((SavePhase.COPYING,), "all copied", SavePhase.COPIED),
-        ((SavePhase.COPIED,), "hand over", SavePhase.HANDING),
-        ((SavePhase.HANDING,), "seal", SavePhase.SEALING),
-        (_OPEN, "end", SavePhase.ENDED),
+        ((*_UNCOPIED, SavePhase.COPIED), "end", SavePhase.ENDED),
     ]
 )
 
@@ -100,18 +97,30 @@ class SavedFile:
     """A block file that the sidecar lacks, and the engine blocks for it."""
 
     block_index: int
-    file: KVFile
+    group: int
     writer: BlockFileWriter
     block_ids: Sequence[int]
     num_full: int
     slot_id: int = 0
-    arena: Arena | None = None
-    """Arena with the slot that is ours to write to. Held, so that its end does not tell that no thread writes."""
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A part of a save, until its files are handed over."""
+
+    plan: SavePlan
+    fence: Fence
+    terms: Terms | None = None
+    """Terms of its calls; None: not known yet. They hold the arena while a thread writes to it."""
+    staged: list[SavedFile] = field(default_factory=list)
+    """Files in slots that are ours. All are filled, except while `_fill` runs."""
+    is_durable: bool = False
+    """Whether the manifest was durable at the seal: no other rank has to seal."""
 
 
 @dataclass(slots=True, eq=False)
 class Save:
-    """One save. Threads change the phase, the files and the part under `lock`, held for a few lines only."""
+    """One save. Threads change the phase and the waiting part under `lock`, held for a few lines only."""
 
     plan: SavePlan
     """Plan of the newest part."""
@@ -119,7 +128,7 @@ class Save:
     reason: str = ""
     """Reason of an end without a seal, a short fixed phrase."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    part: tuple[SavePlan, Fence] | None = None
+    part: Part | None = None
     """Part that waits for a thread; a newer one takes its place, because tokens and blocks are kept here."""
     token_ids: bytes = b""
     """Packed tokens of all parts."""
@@ -130,14 +139,8 @@ class Save:
     """Tokens in one whole file of `files`."""
     sent_tokens: int = 0
     """Tokens that the sidecar has."""
-    staged: deque[SavedFile] = field(default_factory=deque)
-    """Filled files that wait to be handed over."""
-    num_handing: int = 0
-    """Files that threads are handing over."""
     deadline_ms: int = _NO_DEADLINE_MS
     """Deadline for copying out, on the worker's monotonic clock."""
-    terms: Terms | None = None
-    """Terms of the calls; None: not known yet."""
 
     @property
     def num_tokens(self) -> int:
@@ -188,14 +191,15 @@ class Saver:
         save.plan, save.token_ids = plan, save.token_ids + plan.token_ids
         if not plan.early:
             save.deadline_ms = self.clock.now_ms() + self._allowed_ms(plan)
+        part = Part(plan, fence)
         if obstacle:
-            self._lose(save, plan, obstacle)
+            self._end_part(save, part, obstacle)
             return
         with save.lock:
-            save.part = plan, fence
+            save.part = part
             is_waiting = save.phase is SavePhase.QUEUED
         if is_waiting:
-            self._queue(save, plan)
+            self._queue(save, part)
 
     def overtake(self, cache_refs: Collection[str]) -> None:
         """End saves whose blocks the engine gives to others from now on, unless they are copied."""
@@ -214,30 +218,28 @@ class Saver:
                 self.end(save, "prepare_deadline" if phase is SavePhase.QUEUED else HOLD_DEADLINE)
         self._saves = {ref: save for ref, save in self._saves.items() if save.phase is not SavePhase.ENDED}
 
-    def end(self, save: Save, reason: str = "") -> None:
+    def end(self, save: Save, reason: str = "", *, is_durable: bool = False) -> None:
         """End a save: sealed, or for a reason. The first end counts. Never waits: the engine's thread calls it too."""
         with save.lock:
             is_held = save.plan.holds_blocks and save.phase in _UNCOPIED
             if not save.move("end"):
                 return
-            # An ended save must not keep the memory of a sidecar that has gone.
-            save.reason, save.terms = reason, None
-            staged, save.staged = list(save.staged), deque()
+            save.reason = reason
         plan = save.plan
-        self._give_back(staged)
         if is_held:
             self.results.release_blocks(plan.engine_request_id)
         if not reason:
             self.counters.add("saves")
-            return
-        self.results.end_save(plan.name)
-        if plan.early:
+        elif plan.early:
             # The request's own save brings the rest.
             self.counters.add("lost_early_saves", reason)
-            return
-        self.counters.add("skipped_saves", reason)
-        self.reporter.abandon_save(plan.tenant, plan.cache_ref, reason, started_at_ms=plan.started_at_ms)
-        log.warning("save skipped", extra={"cache_ref": plan.cache_ref, "reason": reason})
+        else:
+            self.counters.add("skipped_saves", reason)
+            self.reporter.abandon_save(plan.tenant, plan.cache_ref, reason, started_at_ms=plan.started_at_ms)
+            log.warning("save skipped", extra={"cache_ref": plan.cache_ref, "reason": reason})
+        # Last: a save is counted, and its slots are gone, before it is said to have ended.
+        if reason or is_durable:
+            self.results.end_save(plan.name)
 
     def drain(self, ends_at_s: float) -> None:
         """Let saves end by themselves until `ends_at_s`, by `time.monotonic`."""
@@ -256,61 +258,74 @@ class Saver:
         size_bytes = sum(len(ids) * page_bytes(shapes) for ids, shapes in held)
         return self.settings.prepare_deadline_ms + size_bytes // self.settings.save_bytes_per_ms_min
 
-    def _queue(self, save: Save, plan: SavePlan) -> None:
-        pool = self.uploads if plan.early else self.copying
+    def _queue(self, save: Save, part: Part) -> None:
+        pool = self.uploads if part.plan.early else self.copying
         if pool.try_submit(lambda: self._run(save)) is None:
-            self._lose(save, plan, "queue_full")
-
-    def _lose(self, save: Save, plan: SavePlan, reason: str) -> None:
-        """End a save whose last part cannot be copied. An early part leaves its files to the last one."""
-        if not plan.early:
-            self.end(save, reason)
-            return
-        self.counters.add("lost_early_saves", reason)
-        self.results.end_save(plan.name)
+            self._end_part(save, part, "queue_full")
 
     def _run(self, save: Save) -> None:
         """Copy one part out, and have its files handed over. Raises nothing."""
         with save.lock:
             if save.part is None or not save.move("copy"):
                 return
-            (plan, fence), save.part = save.part, None
-        fault = self._fault_of(_COPY_OUT, save, lambda: self._copy_out(save, plan, fence))
-        if fault and not plan.early:
-            self.end(save, fault)
+            part, save.part = save.part, None
+        plan = part.plan
+        fault = self._fault_of(_COPY_OUT, save, part, self._copy_out)
+        with save.lock:
+            is_over = bool(fault) and not plan.early
+            if not is_over and not save.move("part copied" if plan.early else "all copied"):
+                fault = save.reason
+            waiting = save.part
+        if plan.early and waiting is not None:
+            self._queue(save, waiting)
+        if fault:
+            self._end_part(save, part, fault)
             return
         if not plan.early:
             crash_point(COPIED_OUT)
-        with save.lock:
-            if not save.move("part copied" if plan.early else "all copied"):
-                return  # it has ended meanwhile, and is counted
-            waiting = save.part
-        if plan.early:
-            self.counters.add(*(("lost_early_saves", fault) if fault else ("early_saves",)))
         if plan.holds_blocks:
             self.results.release_blocks(plan.engine_request_id)
-        if waiting is not None:
-            self._queue(save, waiting[0])
-        self._upload(save)
+        self._upload(save, part)
 
-    def _copy_out(self, save: Save, plan: SavePlan, fence: Fence) -> None:
+    def _upload(self, save: Save, part: Part) -> None:
+        """Queue the next call that hands files over; saves take turns."""
+        if self.uploads.try_submit(lambda: self._upload_next(save, part)) is None:
+            self._end_part(save, part, "queue_full")
+
+    def _upload_next(self, save: Save, part: Part) -> None:
+        fault = self._fault_of(_HAND_OVER, save, part, self._hand_over)
+        if part.staged and not fault:
+            self._upload(save, part)
+        else:
+            self._end_part(save, part, fault)
+
+    def _end_part(self, save: Save, part: Part, fault: str = "") -> None:
+        """End a part, and with the last one its save. An early part leaves its files to the last one."""
+        self._give_back(part)
+        if not part.plan.early:
+            fault = fault or self._fault_of(_SEAL, save, part, self._seal)
+            self.end(save, fault, is_durable=part.is_durable)
+        elif save.plan is not part.plan or save.phase is not SavePhase.ENDED:
+            self.counters.add(*(("lost_early_saves", fault) if fault else ("early_saves",)))
+            self.results.end_save(part.plan.name)
+
+    def _copy_out(self, save: Save, part: Part) -> None:
         self._check_open(save)
-        terms = save.terms = self.link.terms()
+        terms = part.terms = self.link.terms()
         if terms.arena is None:
             raise SaveEnds("no_arena")
-        wanted = deque(self._missing(save, plan, terms))
+        wanted = deque(self._missing(save, part.plan, terms))
         if any(each.writer.size_bytes > terms.block_size_bytes_max for each in wanted):
             raise StorageFull(f"a block has more than the sidecar's limit of {terms.block_size_bytes_max} bytes")
         if any(each.writer.size_bytes > terms.arena.size_bytes for each in wanted):
             raise SaveEnds("arena_full")
         while wanted:
             self._check_open(save)
-            files = self._lend(save, terms.arena, wanted, waits=not (plan.early or save.staged))
-            if files:
-                self._fill_all(save, files, fence)
-            elif save.staged:
-                self._hand_over(save)
-            elif plan.early:
+            if files := self._lend(save, part, terms.arena, wanted):
+                self._fill(part, files)
+            elif part.staged:
+                self._hand_over(save, part)
+            elif part.plan.early:
                 raise SaveEnds("arena_full")
 
     def _missing(self, save: Save, plan: SavePlan, terms: Terms) -> Iterator[SavedFile]:
@@ -358,13 +373,13 @@ class Saver:
             is_still = plan.holds_blocks or group.num_full(file) == num_pages
             num_digests = num_pages if self.layers.makes_digests and is_still else 0
             writer = BlockFileWriter(meta, pages_bytes=size_bytes, codec=codec, num_digests=num_digests)
-            yield SavedFile(index, file, writer, block_ids, group.num_full(file))
+            yield SavedFile(index, file.group, writer, block_ids, group.num_full(file))
 
     def _send_tokens(
         self, save: Save, plan: SavePlan, groups: Sequence[pb.KVGroup], num_tokens: int
     ) -> pb.ExtendSaveResponse | pb.PrepareSaveResponse:
         """Have the sidecar know the tokens that it lacks, all of them if it has no such save; return the files."""
-        facts, sidecar, timeout_s = self.link.facts, self.link.sidecar.get(), self._timeout_s(save)
+        facts, sidecar, timeout_s = self.link.facts, self.link.sidecar.get(), self._timeout_s(save, plan)
         request = pb.PrepareSaveRequest(
             tenant=plan.tenant,
             session_id=plan.session_id,
@@ -396,13 +411,13 @@ class Saver:
         save.sent_tokens = num_tokens
         return answer
 
-    def _lend(self, save: Save, arena: Arena, wanted: deque[SavedFile], *, waits: bool) -> list[SavedFile]:
+    def _lend(self, save: Save, part: Part, arena: Arena, wanted: deque[SavedFile]) -> list[SavedFile]:
         """Take the first files off `wanted`, in slots; none when the arena has no room for now."""
         batch = list(islice(wanted, _BATCH_FILES))
-        timeout_s = self._timeout_s(save)
+        timeout_s, waits = self._timeout_s(save, part.plan), not (part.plan.early or part.staged)
         request = pb.LendSlotsRequest(
             borrower=arena.borrower,
-            cache_ref=save.plan.cache_ref,
+            cache_ref=part.plan.cache_ref,
             rank=self.link.facts.rank,
             block_indices=[each.block_index for each in batch],
             sizes_bytes=[each.writer.size_bytes for each in batch],
@@ -412,128 +427,82 @@ class Saver:
             slots = self.link.sidecar.get().lend_slots(request, timeout_s)
         except SidecarUnavailable as exc:
             if is_late(exc):
-                self.link.lost(save.terms)
+                self.link.lost(part.terms)
             raise
         if not slots:
             # Tells again which slots are free: the word may have been lost.
             self.reporter.return_slots(arena, ())
         if len(slots) > len(batch):
             raise SidecarUnavailable("the sidecar lent more slots than requested")
-        for slot, file in zip(slots, batch, strict=False):
-            file.slot_id, file.arena = slot.slot_id, arena
+        for slot in slots:
+            file = wanted.popleft()
+            file.slot_id = slot.slot_id
+            part.staged.append(file)
             file.writer.begin(arena.view(slot.offset, slot.size_bytes))
-            wanted.popleft()
         return batch[: len(slots)]
 
-    def _fill_all(self, save: Save, files: Sequence[SavedFile], fence: Fence) -> None:
+    def _fill(self, part: Part, files: Sequence[SavedFile]) -> None:
         """Copy engine blocks into slots. All threads have ended when this returns or raises."""
         # A GPU takes all files in one call.
         num_shares = _COPIES_AT_ONCE if self.layers.files_at_once == 1 else 1
         shares = [share for start in range(num_shares) if (share := files[start::num_shares])]
         filling: list[Future[None]] = []
         try:
-            filling.extend(self._copiers.submit(self._fill, save, share, fence) for share in shares)
+            filling.extend(self._copiers.submit(self._gather, part.fence, share) for share in shares)
         finally:
             wait(filling)
-            self._give_back([file for share in shares[len(filling) :] for file in share])
         for filled in filling:
             filled.result()
 
-    def _fill(self, save: Save, files: Sequence[SavedFile], fence: Fence) -> None:
-        """Copy files' pages, and stage them. Their slots go back when that fails, or when the save has ended."""
-        try:
-            copies = [
-                PageCopy(
-                    file.file.group, file.block_ids, file.writer.pages, len(file.block_ids), 0, fence, file.num_full
-                )
-                for file in files
-            ]
-            for file, digests in zip(files, self.layers.gather(copies), strict=True):
-                if file.writer.digests:
-                    file.writer.digests = digests
-            with save.lock:
-                if save.phase is SavePhase.ENDED:
-                    raise SaveEnds(save.reason)  # noqa: TRY301  # the slots go back as for any other fault
-                save.staged.extend(files)
-        except BaseException as exc:
-            self._give_back(files)
-            if isinstance(exc, NotFinite):
-                raise SaveEnds("not_finite") from exc
-            raise
+    def _gather(self, fence: Fence, files: Sequence[SavedFile]) -> None:
+        copies = [
+            PageCopy(file.group, file.block_ids, file.writer.pages, len(file.block_ids), 0, fence, file.num_full)
+            for file in files
+        ]
+        for file, digests in zip(files, self.layers.gather(copies), strict=True):
+            if file.writer.digests:
+                file.writer.digests = digests
 
-    def _upload(self, save: Save) -> None:
-        """Queue the next call that hands files over; saves take turns."""
-        if self.uploads.try_submit(lambda: self._upload_next(save)) is None:
-            self._lose(save, save.plan, "queue_full")
-
-    def _upload_next(self, save: Save) -> None:
-        with save.lock:
-            save.move("hand over")
-        fault = self._fault_of(_HAND_OVER, save, lambda: self._hand_over(save))
-        with save.lock:
-            is_running, goes_on = save.phase in _UNCOPIED, bool(save.staged)
-            is_last = not (fault or goes_on or save.num_handing) and save.move("seal")
-            if save.phase is SavePhase.QUEUED and not goes_on:
-                save.terms = None  # until the next part, which may be minutes away
-        if fault and is_running:
-            self.counters.add("lost_early_saves", fault)
-        elif fault:
-            self.end(save, fault)
-        if goes_on:
-            self._upload(save)
-        elif is_running and save.plan.early:
-            self.results.end_save(save.plan.name)
-        elif is_last:
-            self._seal(save)
-
-    def _hand_over(self, save: Save) -> None:
-        """Give the sidecar the next files."""
+    def _hand_over(self, save: Save, part: Part) -> None:
+        """Give the sidecar the next files; none when the save has ended, sealed or not."""
+        if save.phase is SavePhase.ENDED:
+            self._give_back(part)
         files, size_bytes = list[SavedFile](), 0
-        with save.lock:
-            while save.staged and (not files or size_bytes + save.staged[0].writer.size_bytes <= _BATCH_BYTES):
-                files.append(save.staged.popleft())
-                size_bytes += files[-1].writer.size_bytes
-            save.num_handing += len(files)
-        is_taken = False
-        try:
-            crash_point(BEFORE_HAND_OVER)
-            if files:
-                requests = _requests(save.plan.cache_ref, self.link.facts.rank, files)
-                taken = self.link.sidecar.get().save_blocks(requests, self._timeout_s(save, hands_over=True))
-                if taken.num_blocks != len(files):
-                    raise SaveIncomplete("the sidecar refused a block")
-            is_taken = True
-        finally:
-            self._give_back(files, is_taken=is_taken)
-            with save.lock:
-                save.num_handing -= len(files)
+        for file in part.staged:
+            size_bytes += file.writer.size_bytes
+            if files and size_bytes > _BATCH_BYTES:
+                break
+            files.append(file)
+        if not files:
+            return
+        crash_point(BEFORE_HAND_OVER)
+        requests = _requests(part.plan.cache_ref, self.link.facts.rank, files)
+        taken = self.link.sidecar.get().save_blocks(requests, self._timeout_s(save, part.plan, hands_over=True))
+        if taken.num_blocks != len(files):
+            raise SaveIncomplete("the sidecar refused a block")
+        del part.staged[: len(files)]
+        for file in files:
+            file.writer.end()
 
-    def _seal(self, save: Save) -> None:
-        sealed: list[bool] = []
+    def _seal(self, _save: Save, part: Part) -> None:
+        crash_point(BEFORE_SEAL)
+        timeout_s = self.settings.save_deadline_ms / 1000
+        part.is_durable = self.link.sidecar.get().seal(part.plan.cache_ref, self.link.facts.rank, timeout_s)
+        crash_point(AFTER_SEAL)
 
-        def seal() -> None:
-            crash_point(BEFORE_SEAL)
-            timeout_s = self.settings.save_deadline_ms / 1000
-            sealed.append(self.link.sidecar.get().seal(save.plan.cache_ref, self.link.facts.rank, timeout_s))
-            crash_point(AFTER_SEAL)
-
-        fault = self._fault_of(_SEAL, save, seal)
-        self.end(save, fault)
-        # Last: a save is counted, and its slots are gone, before it is said to have ended.
-        if not fault and sealed[0]:
-            self.results.end_save(save.plan.name)
-
-    def _fault_of(self, step: str, save: Save, work: Callable[[], None]) -> str:
-        """Run a step of a save in its span; return the reason of its failure, a short fixed phrase; empty: none."""
-        plan, rank = save.plan, self.link.facts.rank
+    def _fault_of(self, step: str, save: Save, part: Part, work: Callable[[Save, Part], None]) -> str:
+        """Run a step of a part in its span; return the reason of its failure, a short fixed phrase; empty: none."""
+        plan, rank = part.plan, self.link.facts.rank
         attributes: Attributes = {"contextcache.rank": rank, "contextcache.cache_ref": plan.cache_ref}
         with self.tracer.continued(step, parent=plan.traceparent, attributes=attributes):
             try:
-                work()
+                work(save, part)
             except SaveEnds as exc:
                 fault = str(exc)
+            except NotFinite:
+                fault = "not_finite"
             except ContextCacheError as exc:
-                self.link.doubt(exc, save.terms)
+                self.link.doubt(exc, part.terms)
                 fault = exc.code
             except Exception:
                 # The engine holds blocks until this request is reported: no fault of ours may keep them.
@@ -544,12 +513,15 @@ class Saver:
             fail(get_current_span(), fault)
             return fault
 
-    def _give_back(self, files: Sequence[SavedFile], *, is_taken: bool = False) -> None:
-        """Let go of slots that no thread writes to any more. `is_taken`: they are the sidecar's by now."""
+    def _give_back(self, part: Part) -> None:
+        """Let go of slots that no thread writes to any more."""
+        files, part.staged = part.staged, []
         for file in files:
             file.writer.end()
-        for arena in () if is_taken else {file.arena for file in files if file.arena is not None}:
-            self.reporter.return_slots(arena, [file.slot_id for file in files if file.arena is arena])
+        if files:
+            assert part.terms is not None, "slots are lent under terms"
+            assert part.terms.arena is not None, "slots are an arena's"
+            self.reporter.return_slots(part.terms.arena, [file.slot_id for file in files])
 
     def _check_open(self, save: Save) -> None:
         if save.phase is SavePhase.ENDED:
@@ -557,9 +529,9 @@ class Saver:
         if self.clock.now_ms() >= save.deadline_ms:
             raise SaveEnds(HOLD_DEADLINE)
 
-    def _timeout_s(self, save: Save, *, hands_over: bool = False) -> float:
+    def _timeout_s(self, save: Save, plan: SavePlan, *, hands_over: bool = False) -> float:
         """Return a call's deadline in seconds: short while blocks are held, and for questions."""
-        if hands_over and not (save.plan.holds_blocks and save.phase in _UNCOPIED):
+        if hands_over and not (plan.holds_blocks and save.phase in _UNCOPIED):
             return self.settings.save_deadline_ms / 1000
         remaining_ms = save.deadline_ms - self.clock.now_ms()
         return max(min(remaining_ms, self.settings.prepare_deadline_ms), 1) / 1000

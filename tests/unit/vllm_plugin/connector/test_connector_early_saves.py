@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from contextcache.errors import StorageFull
+from contextcache.errors import SaveIncomplete, StorageFull
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import parse_block_file
 from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from vllm_plugin.connector import connector
-from vllm_plugin.connector.saves.saving import Save
+from vllm_plugin.connector.saves.saving import Part
 from vllm_plugin.connector.settings import ConnectorSettings
 
 A, B = cache_ref(1), cache_ref(2)
@@ -144,6 +144,59 @@ def test_an_early_save_that_fails_costs_the_save_nothing(engine: Engine) -> None
     assert engine.counted("skipped_saves") == 0
 
 
+def finish_behind(engine: Engine, prompt: list[int], ref: str, is_hanging: Callable[[], object]) -> None:
+    """Run a request to its end while its early part hangs."""
+    request = engine.loop.add("save", prompt, params=transfer(save=ref))
+    while request.num_computed_tokens < 513:
+        engine.loop.step()
+    wait_until(is_hanging, what="the early part hangs")
+    while "save" not in engine.loop.finished:
+        engine.loop.step()
+    engine.loop.step()
+
+
+def test_early_files_that_are_lost_late_cost_the_save_nothing(engine: Engine) -> None:
+    """Seen failing: the last part was copied, then an early hand-over failed, and the save ended with it."""
+    save_blocks, num_calls = engine.sidecar.save_blocks, 0
+
+    def refuse_first(requests: Any, timeout_s: float) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            assert gate.wait(30)
+            raise SaveIncomplete("for now")
+        return save_blocks(requests, timeout_s)
+
+    gate, engine.sidecar.save_blocks = threading.Event(), refuse_first
+    finish_behind(engine, tokens(900), A, lambda: num_calls)
+    wait_until(lambda: engine.loop.step() and not engine.loop.scheduler.has_requests(), what="the rest is copied")
+    gate.set()
+    engine.loop.settle()
+
+    assert engine.sidecar.manifests[A].token_ids[:900] == tuple(tokens(900))
+    assert engine.counted("lost_early_saves", "save_incomplete") == 1
+    assert (engine.counted("saves"), engine.counted("skipped_saves")) == (1, 0)
+    assert engine.sidecar.memory.lent_bytes == 0
+
+
+def test_a_full_queue_that_refuses_early_files_costs_the_save_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing: the request had ended meanwhile, and the refusal was taken for one of its last part."""
+    gate = engine.sidecar.hang["prepare_save"] = threading.Event()
+    uploads, refused = engine.loop.worker.worker_side._upload_pool, [True]
+    finish_behind(engine, tokens(900), A, engine.sidecar._arrival("prepare_save").is_set)
+    try_submit = uploads.try_submit
+    monkeypatch.setattr(uploads, "try_submit", lambda work: None if refused and refused.pop() else try_submit(work))
+    gate.set()
+    engine.loop.run(lambda: not engine.loop.scheduler.has_requests())
+
+    assert A in engine.sidecar.manifests
+    assert engine.counted("lost_early_saves", "queue_full") == 1
+    assert (engine.counted("saves"), engine.counted("skipped_saves")) == (1, 0)
+    assert engine.sidecar.memory.lent_bytes == 0
+
+
 def test_early_saves_that_wait_keep_no_save_that_holds_blocks(engine: Engine) -> None:
     """Seen failing: four prompts that filled faster than the disk, and a chat's save ran out of time in the queue."""
     gate, prepare_save, num_waiting = threading.Event(), engine.sidecar.prepare_save, 0
@@ -213,10 +266,10 @@ def test_what_is_copied_during_the_step_that_overwrites_it_is_dropped(start_engi
     saver, scheduler = loop.worker.worker_side._saver, loop.scheduler
     fill, start_load_kv = saver._fill, loop.worker.start_load_kv
 
-    def late_fill(save: Save, *what: Any) -> None:
-        if save.plan.cache_ref == A:
+    def late_fill(part: Part, *what: Any) -> None:
+        if part.plan.cache_ref == A:
             assert copying.wait(20)
-        fill(save, *what)
+        fill(part, *what)
 
     def after_the_forward(*arguments: Any, **names: Any) -> None:
         if A in loop.worker._get_connector_metadata().overtaken and not copying.is_set():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from contextcache.clock import ManualClock
 from contextcache.identity import KVTransfer
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import NO_TRACER
+from kv_sidecar.client import parse_block_file
 from kv_sidecar.format import ids
 from tests.unit.vllm_plugin.connector.conftest import EXPIRES_AT_MS, cache_ref
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
@@ -219,6 +221,57 @@ def test_a_part_is_copied_behind_its_own_fence_alone(saver: Saver, monkeypatch: 
 
     assert {fences[block] for block in first.block_ids[0]} == {"first"}
     assert {fences[block] for block in second.block_ids[0]} == {"second"}
+
+
+def test_early_files_have_the_longer_deadline_while_the_last_part_waits(
+    saver: Saver, sidecar: CountingSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine holds no blocks for them. Seen failing: they had the two seconds of the part that waited."""
+    small, timeouts_s = FakeSidecar(arena_bytes=24_000), list[float]()
+    first, last = plans_of(STEP_TOKENS)
+    lend, save_blocks = small.lend_slots, sidecar.save_blocks
+    sidecar.memory, saver.link._arena = small.memory, small.arena
+    saver.link._open_arena = lambda _gone: small.arena
+
+    def lend_slots(request: pb.LendSlotsRequest, timeout_s: float) -> Any:
+        if saver._saves[A].plan is first:
+            saver.start(last, None)
+        return lend(request, timeout_s)
+
+    def timed(requests: Iterator[pb.SaveBlocksRequest], timeout_s: float) -> pb.SaveBlocksResponse:
+        timeouts_s.append(timeout_s)
+        return save_blocks(requests, timeout_s)
+
+    monkeypatch.setattr(sidecar, "lend_slots", lend_slots)
+    monkeypatch.setattr(sidecar, "save_blocks", timed)
+    saver.start(first, None)
+
+    assert sidecar.is_sealed
+    assert set(timeouts_s) == {30.0}
+
+
+@pytest.mark.parametrize(("holds_blocks", "num_digests"), [(True, [16, 1]), (False, [16, 0])])
+def test_a_page_that_a_running_request_fills_has_no_digest(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch, *, holds_blocks: bool, num_digests: list[int]
+) -> None:
+    """The request goes on to write into it, so that no load could compare."""
+
+    class Digested(NoPages):
+        makes_digests = True
+
+        def gather(self, copies: Any) -> Any:
+            return [(7,) * copy.num_pages for copy in copies]
+
+    monkeypatch.setattr(saver, "layers", Digested())
+    sidecar = FakeSidecar(block_tokens=FILE_TOKENS)
+    saver.link.sidecar._client, saver.link._open_arena = sidecar, lambda _gone: sidecar.arena
+    num_tokens = FILE_TOKENS + 5
+    block_ids = (tuple(range(1, num_tokens // BLOCK_TOKENS + 2)),)
+    plan = replace(plans_of(STEP_TOKENS)[0], token_ids=bytes(4 * num_tokens), block_ids=block_ids, early=False)
+    saver.start(replace(plan, holds_blocks=holds_blocks), None)
+
+    files = map(parse_block_file, sidecar.files.values())
+    assert [len(file.digests) for file in sorted(files, key=lambda file: -len(file.meta.token_ids))] == num_digests
 
 
 def test_a_rank_without_an_arena_asks_for_one_again(saver: Saver, sidecar: CountingSidecar) -> None:
