@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from vllm_plugin.connector.copies.cuda_copies import Addresses, Block, Driver
+from vllm_plugin.connector.copies.cuda_copies import Block, Chunks, Driver, Numbers
 from vllm_plugin.connector.copies.digest import page_digests
 from vllm_plugin.connector.copies.pages import Fence, Pages
 
@@ -41,9 +41,8 @@ class HostDriver(Driver):
         return object()
 
     @override
-    def submit(
-        self, sources: Addresses, targets: Addresses, sizes: Addresses, *, after: Fence, from_device: bool
-    ) -> Callable[[], None]:
+    def submit(self, chunks: Chunks, *, after: Fence, from_device: bool) -> Callable[[], None]:
+        sources, targets, sizes = chunks
         if len(self.submitted) == self.fails_at:
             raise RuntimeError("the driver refused a copy")
         on_device, on_host = (sources, targets) if from_device else (targets, sources)
@@ -74,10 +73,10 @@ class HostDriver(Driver):
         ctypes.memmove(target, source, size_bytes)
 
     @override
-    def digest(self, blocks: Sequence[Block]) -> Callable[[], Addresses]:
+    def digest(self, blocks: Sequence[Block]) -> Callable[[], Numbers]:
         self.num_digest_calls += 1
 
-        def wait() -> Addresses:
+        def wait() -> Numbers:
             self.num_waits += 1
             return torch.cat([page_digests(planes, torch.tensor(ids)) for planes, ids in blocks]).numpy()
 

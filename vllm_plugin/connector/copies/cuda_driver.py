@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from typing_extensions import override
 
-from vllm_plugin.connector.copies.cuda_copies import Addresses, Block, Driver, joined
+from vllm_plugin.connector.copies.cuda_copies import Block, Chunks, Driver, Numbers, joined
 from vllm_plugin.connector.copies.digest import page_digests
 from vllm_plugin.connector.copies.pages import Fence, Pages
 from vllm_plugin.connector.engine_check import UncarriedEngine
@@ -50,8 +51,12 @@ class CudaDriver(Driver):
         self._swap = swap_blocks_batch
         self._device = device
         self._own = threading.local()
-        self._kernel = self._tried_kernel()
-        self._digests = self._tried_digests()
+        self._kernel = self._tried(
+            self._copying_kernel, None, "no kernel on the GPU, KV of small blocks is copied slowly"
+        )
+        self._digests = self._tried(
+            self._digest_kernel, page_digests, "no digest kernel on the GPU, torch makes the digests"
+        )
 
     @override
     def fence(self) -> Fence:
@@ -60,23 +65,12 @@ class CudaDriver(Driver):
         return event
 
     @override
-    def submit(
-        self, sources: Addresses, targets: Addresses, sizes: Addresses, *, after: Fence, from_device: bool
-    ) -> Callable[[], None]:
-        stream = self._stream()
-        if after is not None:
-            stream.wait_event(after)
+    def submit(self, chunks: Chunks, *, after: Fence, from_device: bool) -> Callable[[], None]:
         held: list[torch.Tensor] = []
-        done = torch.cuda.Event(blocking=True)  # else a thread that waits keeps a core busy
-        with torch.cuda.stream(stream):
-            try:
-                self._copy(sources, targets, sizes, held, from_device=from_device)
-                # A driver older than CUDA 12.8 the op copies one by one, and hides a refusal.
-                self._require(self._take_error(), "copying")
-                done.record(stream)
-            except BaseException:
-                stream.synchronize()
-                raise
+        with self._queued(after) as done:
+            self._copy(chunks, held, from_device=from_device)
+            # A driver older than CUDA 12.8 the op copies one by one, and hides a refusal.
+            self._require(self._take_error(), "copying")
 
         def wait() -> None:
             done.synchronize()
@@ -85,24 +79,33 @@ class CudaDriver(Driver):
         return wait
 
     @override
-    def digest(self, blocks: Sequence[Block]) -> Callable[[], Addresses]:
-        stream, done = self._stream(), torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(stream):
-            try:
-                found = [self._digests(planes, self._on_device(ids)) for planes, ids in blocks]
-                together = torch.cat(found).to("cpu", non_blocking=True) if found else torch.empty(0, dtype=torch.int64)
-                done.record(stream)
-            except BaseException:
-                stream.synchronize()
-                raise
+    def digest(self, blocks: Sequence[Block]) -> Callable[[], Numbers]:
+        with self._queued() as done:
+            found = [self._digests(planes, self._on_device(ids)) for planes, ids in blocks]
+            together = torch.cat(found).to("cpu", non_blocking=True) if found else torch.empty(0, dtype=torch.int64)
 
-        def wait() -> Addresses:
+        def wait() -> Numbers:
             done.synchronize()
-            digests: Addresses = together.numpy()
+            digests: Numbers = together.numpy()
             found.clear()
             return digests
 
         return wait
+
+    @contextmanager
+    def _queued(self, after: Fence = None) -> Iterator[Any]:
+        """Give the thread's stream the block's work, behind `after`; yield the event of its end."""
+        stream = self._stream()
+        if after is not None:
+            stream.wait_event(after)
+        done = torch.cuda.Event(blocking=True)  # else a thread that waits keeps a core busy
+        with torch.cuda.stream(stream):
+            try:
+                yield done
+                done.record(stream)
+            except BaseException:
+                stream.synchronize()
+                raise
 
     def _on_device(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(ids, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
@@ -113,61 +116,54 @@ class CudaDriver(Driver):
             self._own.stream = torch.cuda.Stream(self._device)
         return self._own.stream
 
-    def _copy(
-        self, sources: Addresses, targets: Addresses, sizes: Addresses, held: list[torch.Tensor], *, from_device: bool
-    ) -> None:
+    def _copy(self, chunks: Chunks, held: list[torch.Tensor], *, from_device: bool) -> None:
         """Give the current stream copies, directly or by way of room on the device; `held` lives until they are done.
 
         The next part of the thread's copies uses the room again, behind this one in the stream.
         """
-        if not self._are_small(sources, targets, sizes):
-            self._cross(sources, targets, sizes, held, from_device=from_device)
+        if not self._are_small(chunks):
+            self._cross(chunks, held, from_device=from_device)
             return
-        part = max(_ROOM_BYTES // int(sizes.max()), 1)
-        for start in range(0, len(sizes), part):
-            own = slice(start, start + part)
-            self._copy_small(sources[own], targets[own], sizes[own], held, from_device=from_device)
+        part = max(_ROOM_BYTES // int(chunks[2].max()), 1)
+        for start in range(0, chunks.shape[1], part):
+            self._copy_small(chunks[:, start : start + part], held, from_device=from_device)
 
-    def _copy_small(
-        self, sources: Addresses, targets: Addresses, sizes: Addresses, held: list[torch.Tensor], *, from_device: bool
-    ) -> None:
+    def _copy_small(self, chunks: Chunks, held: list[torch.Tensor], *, from_device: bool) -> None:
+        sources, targets, sizes = chunks
         room = self._room(int(sizes.sum()))
         if room is None:
-            self._cross(sources, targets, sizes, held, from_device=from_device)
+            self._cross(chunks, held, from_device=from_device)
             return
         between = room.data_ptr() + np.cumsum(sizes) - sizes
+        first, second = np.stack([sources, between, sizes]), np.stack([between, targets, sizes])
         if from_device:
-            self._bring_together(sources, between, sizes, held)
-            self._cross(*joined(between, targets, sizes), held, from_device=True)
+            self._bring_together(first, held)
+            self._cross(joined(second), held, from_device=True)
         else:
-            self._cross(*joined(sources, between, sizes), held, from_device=False)
-            self._bring_together(between, targets, sizes, held)
+            self._cross(joined(first), held, from_device=False)
+            self._bring_together(second, held)
 
-    def _cross(
-        self, sources: Addresses, targets: Addresses, sizes: Addresses, held: list[torch.Tensor], *, from_device: bool
-    ) -> None:
-        lists = [torch.from_numpy(numbers) for numbers in (sources, targets, sizes)]
-        held += lists
-        for start in range(0, len(sizes), _COPIES_MAX):
+    def _cross(self, chunks: Chunks, held: list[torch.Tensor], *, from_device: bool) -> None:
+        lists = torch.from_numpy(np.ascontiguousarray(chunks))
+        held.append(lists)
+        for part in lists.split(_COPIES_MAX, dim=1):
             # Pages outside of the device stay as they are meanwhile, its own blocks change before the fence.
-            self._swap(*(numbers[start : start + _COPIES_MAX] for numbers in lists), not from_device)
+            self._swap(*part.unbind(0), not from_device)
 
-    def _bring_together(
-        self, sources: Addresses, targets: Addresses, sizes: Addresses, held: list[torch.Tensor]
-    ) -> None:
+    def _bring_together(self, chunks: Chunks, held: list[torch.Tensor]) -> None:
         """Have vLLM's kernel copy on the device (0.32 v1/kv_offload/cpu/swap_blocks_triton.py)."""
-        jobs = np.zeros((3, -(-len(sizes) // _JOBS) * _JOBS), dtype=np.int64)  # those of no bytes touch nothing
-        jobs[:, : len(sizes)] = sources, targets, sizes
+        num_jobs = -(-chunks.shape[1] // _JOBS) * _JOBS
+        jobs = np.zeros((3, num_jobs), dtype=np.int64)  # those of no bytes touch nothing
+        jobs[:, : chunks.shape[1]] = chunks
         pinned = torch.from_numpy(jobs).pin_memory()
         lists = pinned.to(self._device, non_blocking=True)
         held += [pinned, lists]
-        num_jobs = jobs.shape[1]
         self._kernel[(min(num_jobs, _PROGRAMS_MAX),)](*lists, num_jobs, BYTES_PER_CHUNK=_CHUNK_BYTES)
 
-    def _are_small(self, sources: Addresses, targets: Addresses, sizes: Addresses) -> bool:
-        if self._kernel is None or int(sizes.sum()) >= _SMALL_BYTES * len(sizes):
+    def _are_small(self, chunks: Chunks) -> bool:
+        if self._kernel is None or int(chunks[2].sum()) >= _SMALL_BYTES * chunks.shape[1]:
             return False
-        return not int(np.bitwise_or.reduce(sources | targets | sizes)) % _WORD_BYTES
+        return not int(np.bitwise_or.reduce(chunks, axis=None)) % _WORD_BYTES
 
     def _room(self, size_bytes: int) -> torch.Tensor | None:
         """Return memory of the device, this thread's until it asks again; None where there is none."""
@@ -183,39 +179,34 @@ class CudaDriver(Driver):
         room: torch.Tensor = self._own.room
         return room
 
-    def _tried_kernel(self) -> Any:
-        """Return vLLM's kernel, compiled; None where it does not run."""
+    def _tried(self, kernel: Callable[[], Any], otherwise: Any, loss: str) -> Any:
+        """Return a kernel that was compiled and tried; else `otherwise`, and log the loss."""
         try:
-            from vllm.v1.kv_offload.cpu.swap_blocks_triton import _swap_blocks_kernel  # it imports Triton
-
-            self._kernel = _swap_blocks_kernel
             with torch.cuda.device(self._device):
-                two = torch.arange(2, dtype=torch.int64, device=self._device)
-                first, second = (np.array([two.data_ptr() + at], dtype=np.int64) for at in (0, two.element_size()))
-                self._bring_together(first, second, np.full(1, _WORD_BYTES, dtype=np.int64), [])
-                if two.tolist() == [0, 0]:
-                    return _swap_blocks_kernel
-                reason = "the copy differs from its source"
-        except Exception as exc:  # noqa: BLE001  # whatever a compiler and its cache may raise
-            reason = f"{type(exc).__name__}: {exc}"
-        log.warning("no kernel on the GPU, KV of small blocks is copied slowly", extra={"reason": reason})
-        return None
-
-    def _tried_digests(self) -> Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]:
-        """Return the kernel that makes digests if its digests are right, else torch's operations."""
-        try:
-            from vllm_plugin.connector.copies.digest_kernel import page_digests_by_kernel  # it imports Triton
-
-            with torch.cuda.device(self._device):
-                plane = torch.arange(1 << 14, dtype=torch.int64, device=self._device).view(torch.uint8).view(2, -1)
-                ids = torch.tensor([1, 0], device=self._device)
-                if torch.equal(page_digests_by_kernel([plane], ids), page_digests([plane], ids)):
-                    return page_digests_by_kernel
-                reason = "the digests differ"
+                return kernel()
         except Exception as exc:  # noqa: BLE001  # any error of a compiler and its cache
-            reason = f"{type(exc).__name__}: {exc}"
-        log.warning("no digest kernel on the GPU, torch makes the digests", extra={"reason": reason})
-        return page_digests
+            log.warning(loss, extra={"reason": f"{type(exc).__name__}: {exc}"})
+            return otherwise
+
+    def _copying_kernel(self) -> Any:
+        from vllm.v1.kv_offload.cpu.swap_blocks_triton import _swap_blocks_kernel  # it imports Triton
+
+        self._kernel = _swap_blocks_kernel
+        two = torch.arange(2, dtype=torch.int64, device=self._device)
+        first = two.data_ptr()
+        self._bring_together(np.array([[first], [first + _WORD_BYTES], [_WORD_BYTES]], dtype=np.int64), [])
+        if two.tolist() != [0, 0]:
+            raise ValueError("the copy differs from its source")
+        return _swap_blocks_kernel
+
+    def _digest_kernel(self) -> Any:
+        from vllm_plugin.connector.copies.digest_kernel import page_digests_by_kernel  # it imports Triton
+
+        plane = torch.arange(1 << 14, dtype=torch.int64, device=self._device).view(torch.uint8).view(2, -1)
+        ids = torch.tensor([1, 0], device=self._device)
+        if not torch.equal(page_digests_by_kernel([plane], ids), page_digests([plane], ids)):
+            raise ValueError("the digests differ")
+        return page_digests_by_kernel
 
     @override
     def register(self, address: int, size_bytes: int) -> None:

@@ -186,12 +186,13 @@ def test_no_page_in_another_block_is_accepted(world: World) -> None:
     """Seen failing with the checksum of the slot, which is good: the engine reads KV of other tokens."""
     source, accepted, submit = random_of("attacks"), 0, world.driver.submit
 
-    def mixed_up(sources: Any, targets: Any, sizes: Any, **how: Any) -> Any:
+    def mixed_up(chunks: Any, **how: Any) -> Any:
+        sources, targets, sizes = chunks
         alike = np.flatnonzero(sizes == sizes[0])
         one, other = source.sample(alike.tolist(), 2)
         targets = targets.copy()
         targets[[one, other]] = targets[[other, one]]
-        return submit(sources, targets, sizes, **how)
+        return submit(np.stack([sources, targets, sizes]), **how)
 
     world.driver.submit = mixed_up  # type: ignore[method-assign]  # wrong block ids
     for _ in range(1_000):

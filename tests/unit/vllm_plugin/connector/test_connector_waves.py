@@ -22,7 +22,7 @@ from contextcache.model import KVFile
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import BlockFileWriter
 from tests.kit.host_driver import HostDriver
-from vllm_plugin.connector.copies.cuda_copies import Addresses, Block, DeviceLayers
+from vllm_plugin.connector.copies.cuda_copies import Block, Chunks, DeviceLayers, Numbers
 from vllm_plugin.connector.copies.layout import layer_views
 from vllm_plugin.connector.copies.pages import PageCopy, page_bytes
 from vllm_plugin.connector.loads.loading import Loader, LoadPhase
@@ -47,19 +47,19 @@ class EmptyDriver(HostDriver):
         self.digests: list[int] = []
         """Answer of `digest`."""
 
-    def submit(self, sources: Addresses, targets: Addresses, sizes: Addresses, **how: Any) -> Callable[[], None]:
-        self.submitted.append((how["after"], int(sizes.sum())))
-        self.num_descriptors += len(sizes)
+    def submit(self, chunks: Chunks, **how: Any) -> Callable[[], None]:
+        self.submitted.append((how["after"], int(chunks[2].sum())))
+        self.num_descriptors += chunks.shape[1]
         return self._wait
 
     def _wait(self) -> None:
         self.num_waits += 1
 
-    def digest(self, blocks: Sequence[Block]) -> Callable[[], Addresses]:
+    def digest(self, blocks: Sequence[Block]) -> Callable[[], Numbers]:
         self.num_digest_calls += 1
         count = sum(len(ids) for _, ids in blocks)
 
-        def wait() -> Addresses:
+        def wait() -> Numbers:
             self.num_waits += 1
             return np.array(self.digests[:count], dtype=np.uint64).view(np.int64)
 
