@@ -114,6 +114,16 @@ class Block:
         return self.disk_bytes is not None and self.phase not in (BlockPhase.LEAVING, BlockPhase.QUARANTINED)
 
     @property
+    def stored_bytes(self) -> int | None:
+        """Size of its file while it is stored; None: it is not."""
+        return self.disk_bytes if self.is_stored else None
+
+    @property
+    def vouched(self) -> str:
+        """Checksum of its file while it is stored; empty: it is not, or nothing vouches for its bytes."""
+        return (self.checksum or "") if self.is_stored else ""
+
+    @property
     def in_memory(self) -> Slot | None:
         """The slot that has its bytes now."""
         return self.slot if self.slot is not None and self.slot.is_kept else None
@@ -146,15 +156,6 @@ class Shortage:
         return self.size_bytes <= 0 and self.num_files <= 0
 
 
-@dataclass(frozen=True, slots=True)
-class FileState:
-    """State of a block's file, looked up on disk."""
-
-    size_bytes: int | None
-    inodes: tuple[int, int] | None
-    """Free inodes and all inodes of the filesystem; None: unknown."""
-
-
 class Blocks:
     """All records, and the bytes that they have on disk by tenant."""
 
@@ -177,9 +178,9 @@ class Blocks:
         """Iterate over a snapshot of all records. Safe in any thread."""
         return iter(list(self._blocks.values()))
 
-    def get(self, key: BlockKey) -> Block | None:
-        """Return a block's record."""
-        return self._blocks.get(key)
+    def get(self, key: BlockKey) -> Block:
+        """Return a block's record; a new one is stored once a reference or a step begins."""
+        return self._blocks.get(key) or Block(key)
 
     def open(self, sizes: Mapping[BlockKey, int], inodes: tuple[int, int] | None) -> None:
         """Add the files that were found on disk."""
@@ -187,21 +188,6 @@ class Blocks:
             block = self._blocks[key] = Block(key, phase=BlockPhase.STORED)
             self._resize(block, size_bytes)
         self.inodes = inodes
-
-    def stored_bytes(self, key: BlockKey) -> int | None:
-        """Return the size of a stored block; None: it is not stored."""
-        block = self._blocks.get(key)
-        return block.disk_bytes if block is not None and block.is_stored else None
-
-    def checksum(self, key: BlockKey) -> str:
-        """Return the checksum of a stored block; empty: not stored, or nothing vouches for its bytes."""
-        block = self._blocks.get(key)
-        return (block.checksum or "") if block is not None and block.is_stored else ""
-
-    def is_in_memory(self, key: BlockKey) -> bool:
-        """Return whether memory has a copy of a block."""
-        block = self._blocks.get(key)
-        return block is not None and block.in_memory is not None
 
     def vouch(self, key: BlockKey, tenant: TenantId, checksum: str | None) -> None:
         """Note a stored block's tenant and checksum, as a manifest names them; two that differ vouch for nothing."""
@@ -239,8 +225,8 @@ class Blocks:
         The session of the oldest loses its sparing to the session after `SPARED_MAX`.
         """
         for key in keys:
-            block = self._blocks.get(key)
-            if key.kind == "block" and block is not None and block.is_stored:
+            block = self.get(key)
+            if key.kind == "block" and block.is_stored:
                 block.spared_until_ms = until_ms
                 self._spared.setdefault(whose, {})[key] = None
                 self._spared.move_to_end(whose)
@@ -258,25 +244,15 @@ class Blocks:
         """Return all blocks that may be freed. Looks at every record; safe in any thread."""
         return [block.key for block in self if block.may_go(now_ms)]
 
-    def num_holders(self, key: BlockKey) -> int:
-        """Return the number of manifests that refer to a block."""
-        block = self._blocks.get(key)
-        return 0 if block is None else block.refs.manifest + block.refs.kept
-
     def is_leased(self, keys: Iterable[BlockKey]) -> bool:
         """Return whether a lease is on any of these blocks."""
-        return any((block := self._blocks.get(key)) is not None and block.refs.lease for key in keys)
-
-    def is_busy(self, key: BlockKey) -> bool:
-        """Return whether a step runs on a block."""
-        block = self._blocks.get(key)
-        return block is not None and block.over is not None
+        return any(self.get(key).refs.lease for key in keys)
 
     async def settled(self, key: BlockKey) -> Block:
         """Return a block's record once no step runs on it; this holds until the caller awaits."""
-        while (block := self._blocks.get(key)) is not None and block.over is not None:
-            await block.over.wait()
-        return block or Block(key)
+        while (over := self.get(key).over) is not None:
+            await over.wait()
+        return self.get(key)
 
     @contextmanager
     def step(self, event: Literal["write", "read", "leave", "condemn"], *blocks: Block) -> Iterator[None]:
@@ -296,15 +272,14 @@ class Blocks:
                 self._forget_empty(block)
             over.set()
 
-    def found(self, block: Block, file: FileState, *, tenant: TenantId | None = None) -> int:
-        """Note the state of a block's file; return the bytes freed. `tenant`: its new owner."""
+    def found(self, block: Block, size_bytes: int | None, *, tenant: TenantId | None = None) -> int:
+        """Note the size of a block's file, None: there is none; return the bytes freed. `tenant`: its new owner."""
         before = block.disk_bytes or 0
-        self._resize(block, file.size_bytes, tenant)
-        self.inodes = file.inodes
-        if file.size_bytes is None:
+        self._resize(block, size_bytes, tenant)
+        if size_bytes is None:
             block.checksum = None
             self.drop_copy(block)
-        return max(before - (file.size_bytes or 0), 0)
+        return max(before - (size_bytes or 0), 0)
 
     def keep_copy(self, block: Block, slot: Slot, *, is_from_disk: bool = False) -> None:
         """Make a filled slot the copy in memory of a block; the copy before is freed."""
@@ -321,20 +296,18 @@ class Blocks:
         block.slot = None
 
     @contextmanager
-    def reserved(self, *files: tuple[TenantId, int]) -> Iterator[None]:
-        """Count the bytes of files that are being written. Raises StorageFull, ContextQuotaExceeded."""
-        counted: list[tuple[TenantId, int]] = []
+    def reserved(self, tenant: TenantId, size_bytes: int) -> Iterator[None]:
+        """Count the bytes of a tenant's files that are being written. Raises StorageFull, ContextQuotaExceeded."""
+        wanted = self._stored_bytes + self._reserved_bytes + size_bytes
+        if size_bytes and self._limit_bytes and wanted > self._limit_bytes:
+            raise StorageFull("the disk tier has reached its limit")
+        if size_bytes:
+            self.check_tenant(tenant, size_bytes)
+        self._reserve(tenant, size_bytes)
         try:
-            for tenant, size_bytes in files:
-                if self._limit_bytes and self._stored_bytes + self._reserved_bytes + size_bytes > self._limit_bytes:
-                    raise StorageFull("the disk tier has reached its limit")
-                self.check_tenant(tenant, size_bytes)
-                self._reserve(tenant, size_bytes)
-                counted.append((tenant, size_bytes))
             yield
         finally:
-            for tenant, size_bytes in counted:
-                self._reserve(tenant, -size_bytes)
+            self._reserve(tenant, -size_bytes)
 
     def check_tenant(self, tenant: TenantId, size_bytes: int = 1) -> None:
         """Raise ContextQuotaExceeded when the tenant may not have so many more bytes."""

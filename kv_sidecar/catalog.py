@@ -335,7 +335,7 @@ class ContextCatalog:
             return fresh
         record = self.manifests.get(manifest.cache_ref)
         keys = [] if record is None else [key for key in record.keys if key.rank == 0]
-        in_memory = sum(self._blocks.is_in_memory(key) for key in keys)
+        in_memory = sum(self._blocks.get(key).in_memory is not None for key in keys)
         return "host" if 2 * in_memory > len(keys) else "disk"
 
     async def load(

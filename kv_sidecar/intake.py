@@ -100,7 +100,7 @@ class Intake:
         missing = tuple(
             index
             for index in range(first, num_files)
-            if keys[index].kind == "tail" or not self._blocks.checksum(keys[index])
+            if keys[index].kind == "tail" or not self._blocks.get(keys[index]).vouched
         )
         if missing:
             self._blocks.check_tenant(save.new.tenant)
@@ -154,7 +154,7 @@ class Intake:
         ref = self._owner(cache_ref)
         save = _save_of(ref)
         is_all = save.is_whole and save.num_sent.get(rank) == len(save.token_ids)
-        if not is_all or not all(map(self._blocks.checksum, save.keys(rank))):
+        if not is_all or not all(self._blocks.get(key).vouched for key in save.keys(rank)):
             raise SaveIncomplete("a block of this rank is missing")
         save.sealed.add(rank)
         return (ref, save) if len(save.sealed) == save.new.world_size else None
@@ -169,9 +169,9 @@ class Intake:
                 return None
             raise ContextDeleted("the save was dropped")
         manifest = save.manifest()
-        keys = all_keys(manifest)
-        sizes = [self._blocks.stored_bytes(key) or 0 for key in keys]
-        checksums = tuple(map(self._blocks.checksum, keys))
+        blocks = [self._blocks.get(key) for key in all_keys(manifest)]
+        sizes = [block.stored_bytes or 0 for block in blocks]
+        checksums = tuple([block.vouched for block in blocks])
         if not all(sizes) or not all(checksums):
             raise SaveIncomplete("a block of this save is missing")
         self._refs.publish(ref)

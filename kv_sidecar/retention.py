@@ -172,8 +172,9 @@ class Retention:
                 continue
             victims.append(record)
             gone.update(record.keys)
-            free = [key for key in record.keys if gone[key] == blocks.num_holders(key)]
-            freed = sum(blocks.stored_bytes(key) or 0 for key in free)
+            held = map(blocks.get, record.keys)
+            free = [block for block in held if gone[block.key] == block.refs.manifest + block.refs.kept]
+            freed = sum(block.stored_bytes or 0 for block in free)
             used[record.tenant] -= freed
             missing = Shortage(missing.size_bytes - freed, missing.num_files - len(free) - 1)  # and its manifest
         return victims
@@ -219,7 +220,7 @@ class Retention:
             KeptGroup(
                 group=name,
                 num_tokens=max(record.num_tokens for record in records),
-                size_bytes=sum(blocks.stored_bytes(key) or 0 for key in set(keys_of(records))),
+                size_bytes=sum(blocks.get(key).stored_bytes or 0 for key in set(keys_of(records))),
                 expires_at_ms=max(record.expires_at_ms for record in records),
                 used_at_ms=self._used_at_ms.get((tenant, name), 0),
                 num_manifests=len(records),

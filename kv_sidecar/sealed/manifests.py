@@ -227,7 +227,7 @@ class Manifests:
 
     def is_whole(self, record: ManifestRecord) -> bool:
         """Return whether all blocks of a manifest are stored."""
-        return all(self._blocks.stored_bytes(key) is not None for key in record.keys)
+        return all(self._blocks.get(key).is_stored for key in record.keys)
 
     async def read(self, record: ManifestRecord, *, again: bool = False) -> Manifest | None:
         """Return the manifest of a record; None when its file is gone, or bad and therefore put aside.

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from contextcache.errors import CorruptBlock, SidecarUnavailable
-from kv_sidecar.blocks import FileState
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.tiers.data_directory import DataDirectory, reading, regular_size
 from kv_sidecar.tiers.store import Buffer
@@ -28,7 +27,7 @@ class Disk:
 
     def __init__(self, directory: DataDirectory, *, block_bytes_max: int = 1 << 40) -> None:
         """Take the size in bytes above which a file is no block."""
-        self._directory = directory
+        self.directory = directory
         self._block_bytes_max = block_bytes_max
 
     def sizes(self) -> dict[BlockKey, int]:
@@ -39,26 +38,25 @@ class Disk:
         sizes: dict[BlockKey, int] = {}
         strangers = 0
         for kind, name in _DIRECTORIES.items():
-            files, others = self._directory.fan_out_files(name, is_ours=partial(_is_ours, kind))
+            files, others = self.directory.fan_out_files(name, is_ours=partial(_is_ours, kind))
             strangers += others
             for path in files:
                 key = BlockKey.from_file_name(path.name)
                 size = _size_or_none(path)
                 if size is not None and not 0 < size <= self._block_bytes_max:
-                    self._directory.put_aside_or_leave(path)
+                    self.directory.put_aside_or_leave(path)
                 elif key is not None and size is not None:
                     sizes[key] = size
         log.info("disk index rebuilt", extra={"num_blocks": len(sizes), "num_unknown_files": strangers})
         return sizes
 
-    def state(self, key: BlockKey) -> FileState:
-        """Return the state of a block's file. Raises OSError."""
-        return FileState(regular_size(self.path_of(key)), self._directory.inodes())
+    def size_bytes(self, key: BlockKey) -> int | None:
+        """Return the size of a block's file; None: there is none. Raises OSError."""
+        return regular_size(self.path_of(key))
 
-    def put(self, key: BlockKey, data: Buffer) -> FileState:
+    def put(self, key: BlockKey, data: Buffer) -> None:
         """Write a whole file, atomically and durably; replaces the file before. Raises StorageFull, OSError."""
-        self._directory.publish(data, self._file(key))
-        return FileState(len(data), self._directory.inodes())
+        self.directory.publish(data, self._file(key))
 
     def read_into(self, key: BlockKey, room: memoryview) -> None:
         """Fill `room`, of a file's size, with the file.
@@ -75,22 +73,25 @@ class Disk:
             with suppress(CorruptBlock, SidecarUnavailable, OSError), reading(self._file(key)) as (descriptor, size):
                 os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
 
-    def delete(self, key: BlockKey) -> FileState:
-        """Remove a file. Not durable: a file that comes back after a crash has no manifest and is collected."""
-        self._directory.remove(self.path_of(key))
-        return self.state(key)
+    def delete(self, key: BlockKey) -> int | None:
+        """Remove a file; return the size of a file that is still there. Raises OSError.
 
-    def put_aside(self, key: BlockKey) -> FileState:
-        """Move a file whose bytes are wrong into quarantine. Raises OSError."""
-        self._directory.put_aside(self.path_of(key))
-        return self.state(key)
+        Not durable: a file that comes back after a crash has no manifest and is collected.
+        """
+        self.directory.remove(self.path_of(key))
+        return self.size_bytes(key)
+
+    def put_aside(self, key: BlockKey) -> int | None:
+        """Move a file whose bytes are wrong into quarantine; returns as `delete`. Raises OSError."""
+        self.directory.put_aside(self.path_of(key))
+        return self.size_bytes(key)
 
     def path_of(self, key: BlockKey) -> Path:
         """Return where a block's file belongs."""
         return Path(self._file(key))
 
     def _file(self, key: BlockKey) -> str:
-        return f"{self._directory.root}/{_DIRECTORIES[key.kind]}/{key.fan_out}/{key.file_name}"
+        return f"{self.directory.root}/{_DIRECTORIES[key.kind]}/{key.fan_out}/{key.file_name}"
 
 
 def _is_ours(kind: str, path: Path) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
 from contextcache.model import Manifest
-from kv_sidecar.blocks import Block, Blocks, FileState
+from kv_sidecar.blocks import Block, Blocks
 from kv_sidecar.format.block_file import BlockMeta, check_head, parse_block_file, parse_head
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_key, block_meta, num_files
@@ -38,6 +38,8 @@ _WAITING_MAX = 8
 """Loads that wait for room at once: each of them holds a call and a lease."""
 _MISSING = "a block of this cache_ref is missing"
 
+Inodes: TypeAlias = tuple[int, int] | None
+"""Free inodes and all inodes of the filesystem; None: unknown."""
 TierName: TypeAlias = Literal["host", "disk", "peer", "object"]
 
 
@@ -97,16 +99,17 @@ class _Incoming:
     key: BlockKey
     expected: BlockMeta
     data: Buffer
-    slot: Slot | None
-    """The lent slot that has it, until it is the block's; None: it came in frames."""
+    slot: Slot | None = None
+    """The slot that becomes the block's copy in memory, until it is the block's."""
+    is_in_slot: bool = False
+    """Whether `data` is in the slot; else it came in frames."""
     vouched: str = ""
     is_new: bool = False
     """Whether no file of the block is stored yet."""
-    copy: Slot | None = None
-    """The slot that becomes the block's copy in memory."""
     checksum: str = ""
     """Set once it is on disk."""
-    file: FileState | None = None
+    disk_bytes: int | None = None
+    """Size of the block's file after the attempt; None: there is none."""
 
 
 async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -135,13 +138,8 @@ class Tiers:
         A slot is its block's afterwards, or free. Raises CorruptBlock, StorageFull, ContextQuotaExceeded, OSError for
         the first file that cannot be kept; the files after it are not written.
         """
-        incoming = [_Incoming(expected.key, expected, self.memory.view(slot), slot) for slot, expected in files]
-        try:
-            await self._take(incoming)
-        finally:
-            for it in incoming:
-                if it.slot is not None:
-                    self.memory.free(it.slot)
+        view = self.memory.view
+        await self._take([_Incoming(expected.key, expected, view(slot), slot, True) for slot, expected in files])
         return sum(slot.size_bytes for slot, _ in files)
 
     async def take_bytes(self, data: Buffer, expected: BlockMeta, *, vouched: str = "") -> int:
@@ -149,38 +147,42 @@ class Tiers:
 
         `vouched`: the checksum it must have; empty: any. Raises as `take_slots`.
         """
-        await self._take([_Incoming(expected.key, expected, data, None, vouched)])
+        await self._take([_Incoming(expected.key, expected, data, vouched=vouched)])
         return len(data)
 
     async def _take(self, files: Sequence[_Incoming]) -> None:
         """Take files together, except those with a step of another call: they are taken when it has ended."""
-        while files:
-            ready = {it.key: it for it in files if not self.blocks.is_busy(it.key)}
-            if ready:
-                await self._take_ready(ready)
-            else:
-                await self.blocks.settled(files[0].key)
-            files = [it for it in files if ready.get(it.key) is not it]
+        left = files
+        try:
+            while left:
+                ready = {it.key: it for it in left if self.blocks.get(it.key).over is None}
+                if ready:
+                    await self._take_ready(list(ready.values()))
+                else:
+                    await self.blocks.settled(left[0].key)
+                left = [it for it in left if ready.get(it.key) is not it]
+        finally:
+            for it in files:
+                if it.slot is not None:
+                    self.memory.free(it.slot)
 
-    async def _take_ready(self, files: Mapping[BlockKey, _Incoming]) -> None:
+    async def _take_ready(self, files: Sequence[_Incoming]) -> None:
         # The file of another save of the same block stays: its bytes are vouched for. The new file is dropped.
-        new = [it for key, it in files.items() if not self.blocks.checksum(key)]
-        blocks = [self.blocks.get(it.key) or Block(it.key) for it in new]
-        sizes = [(it.expected.tenant, len(it.data)) for it in new]
-        with self.blocks.reserved(*sizes), self.blocks.step("write", *blocks):
-            for it in new:
-                it.is_new, it.copy = True, it.slot or self.memory.allocate(len(it.data))
-            error = await self._threads.write(self._store, list(files.values()))
-            for it, block in zip(new, blocks, strict=True):
-                if it.file is not None:
-                    self.blocks.found(block, it.file, tenant=it.expected.tenant if it.checksum else None)
+        found = [(it, self.blocks.get(it.key)) for it in files]
+        new = [(it, block) for it, block in found if not block.vouched]
+        tenant, size_bytes = files[0].expected.tenant, sum([len(it.data) for it, _ in new])
+        with self.blocks.reserved(tenant, size_bytes), self.blocks.step("write", *(block for _, block in new)):
+            for it, block in new:
+                it.is_new, it.disk_bytes = True, block.disk_bytes
+                it.slot = it.slot or self.memory.allocate(len(it.data))
+            error, self.blocks.inodes = await self._threads.write(self._store, files)
+            for it, block in new:
+                self.blocks.found(block, it.disk_bytes, tenant=tenant if it.checksum else None)
                 if it.checksum:
                     block.checksum = it.checksum
-                    if it.copy is not None:
-                        self.blocks.keep_copy(block, it.copy)
+                    if it.slot is not None:
+                        self.blocks.keep_copy(block, it.slot)
                     it.slot = None
-                elif it.copy is not None and it.slot is None:
-                    self.memory.free(it.copy)
         if error is not None:
             raise error
 
@@ -284,7 +286,7 @@ class Tiers:
         limit_bytes, wanted = self.memory.limit_bytes // 2, []
         for rank in range(manifest.world_size):
             for it in _wanted(manifest, rank, range(num_files(manifest))):
-                limit_bytes -= self.blocks.stored_bytes(it.key) or 0
+                limit_bytes -= self.blocks.get(it.key).stored_bytes or 0
                 if limit_bytes >= 0:
                     wanted.append(it)
         async with aclosing(self._bring(wanted)) as groups:
@@ -299,7 +301,7 @@ class Tiers:
         freed_bytes, waiting = 0, dict.fromkeys(keys)
         while waiting:
             now_ms = self._clock.now_ms()
-            blocks = [block for key in waiting if (block := self.blocks.get(key)) is not None]
+            blocks = [self.blocks.get(key) for key in waiting]
             doomed = [block for block in blocks if block.may_go(now_ms)]
             # This stands before the removal. A step may end during it, and its block must be looked at again.
             waiting = {block.key: None for block in blocks if block.over is not None}
@@ -313,8 +315,8 @@ class Tiers:
         with self.blocks.step("leave", *doomed):
             for block in doomed:
                 self.blocks.drop_copy(block)
-            files = await self._threads.write(self._delete, doomed)
-            return sum(self.blocks.found(block, file) for block, file in zip(doomed, files, strict=True) if file)
+            sizes, self.blocks.inodes = await self._threads.write(self._delete, doomed)
+            return sum(map(self.blocks.found, doomed, sizes))
 
     async def put_aside(self, key: BlockKey) -> None:
         """Quarantine a block with wrong bytes. A file that cannot be moved loses its checksum."""
@@ -360,7 +362,7 @@ class Tiers:
         group: list[_Wanted] = []
         size_bytes = 0
         for it in wanted:
-            file_bytes = self.blocks.stored_bytes(it.key) or 0
+            file_bytes = self.blocks.get(it.key).stored_bytes or 0
             if group and (size_bytes + file_bytes > _TOGETHER_BYTES or len(group) >= _TOGETHER_FILES):
                 yield group
                 group, size_bytes = [], 0
@@ -377,7 +379,7 @@ class Tiers:
         others, mine = [], []
         for it in wanted:
             block = self.blocks.get(it.key)
-            if block is None or not block.is_stored or block.in_memory is not None:
+            if not block.is_stored or block.in_memory is not None:
                 continue
             if block.over is not None:
                 others.append(block.over)
@@ -410,8 +412,8 @@ class Tiers:
     def _at_hand(self, it: _Wanted) -> FetchedBlock | None:
         """Return a block that is in memory; None: it is not, or it is stored no more."""
         block = self.blocks.get(it.key)
-        slot = block.in_memory if block is not None and block.is_stored else None
-        return None if block is None or slot is None else self._served(it, block, slot=slot)
+        slot = block.in_memory if block.is_stored else None
+        return None if slot is None else self._served(it, block, slot=slot)
 
     def _served(self, it: _Wanted, block: Block, *, slot: Slot | None, data: Buffer = b"") -> FetchedBlock:
         tier: TierName = "disk" if block.is_from_disk or block.in_memory is None else "host"
@@ -451,7 +453,7 @@ class Tiers:
         try:
             await self._threads.run(self._read_disk, it, room)
         except FileNotFoundError as exc:
-            self.blocks.found(block, FileState(None, self.blocks.inodes))
+            self.blocks.found(block, None)
             raise CacheRefNotFound(_MISSING) from exc
         except CorruptBlock as exc:
             raise DamagedBlock.of(it.key, exc) from exc
@@ -479,8 +481,8 @@ class Tiers:
         self._metrics.io("read", "disk", len(room), began_s)
         self._verified(room, it.expected, it.vouched, tier="disk")
 
-    def _store(self, files: Sequence[_Incoming]) -> Exception | None:
-        """Verify all files and write the new ones; return the first error. Runs in a thread."""
+    def _store(self, files: Sequence[_Incoming]) -> tuple[Exception | None, Inodes]:
+        """Verify all files and write the new ones; return the first error and the inodes. Runs in a thread."""
         error: Exception | None = None
         for it in files:
             try:
@@ -490,19 +492,20 @@ class Tiers:
             except Exception as exc:  # noqa: BLE001  # raised in the event loop, once the records are right
                 error = exc
             with suppress(OSError):
-                it.file = self.disk.state(it.key)
-        return error
+                it.disk_bytes = self.disk.size_bytes(it.key)
+        return error, self.disk.directory.inodes()
 
     def _store_one(self, it: _Incoming) -> None:
         checksum = self._verified(it.data, it.expected, it.vouched)
         if not it.is_new:
             return
         began_s = perf_counter()
-        it.file = self.disk.put(it.key, it.data)
+        self.disk.put(it.key, it.data)
+        it.disk_bytes = len(it.data)
         self._metrics.io("write", "disk", len(it.data), began_s)
-        if it.copy is not None and it.slot is None:
+        if it.slot is not None and not it.is_in_slot:
             began_s = perf_counter()
-            self.memory.view(it.copy)[:] = it.data
+            self.memory.view(it.slot)[:] = it.data
             self._metrics.io("write", "host", len(it.data), began_s)
         it.checksum = checksum
 
@@ -513,13 +516,14 @@ class Tiers:
         self._metrics.io("check", tier, len(data), began_s)
         return file.checksum
 
-    def _delete(self, doomed: Sequence[Block]) -> list[FileState | None]:
-        return [self._delete_one(block.key) for block in doomed]
+    def _delete(self, doomed: Sequence[Block]) -> tuple[list[int | None], Inodes]:
+        """Remove files; return the sizes of those that stay, and the inodes. Runs in a thread."""
+        return [self._delete_one(block) for block in doomed], self.disk.directory.inodes()
 
-    def _delete_one(self, key: BlockKey) -> FileState | None:
+    def _delete_one(self, block: Block) -> int | None:
         try:
-            return self.disk.delete(key)
+            return self.disk.delete(block.key)
         except OSError:
             # It stays counted, and the collector's next pass tries again.
-            log.warning("block not removed", extra={"block": key.file_name}, exc_info=True)
-            return None
+            log.warning("block not removed", extra={"block": block.key.file_name}, exc_info=True)
+            return block.disk_bytes

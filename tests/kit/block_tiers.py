@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextcache.errors import StorageFull
 from contextcache.model import TenantId
-from kv_sidecar.blocks import Block, Blocks, FileState, TierUsage
+from kv_sidecar.blocks import Blocks, TierUsage
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.tiers.data_directory import DataDirectory
 from kv_sidecar.tiers.disk import Disk
@@ -27,26 +27,23 @@ class MemoryBlocks:
         return self.keep(key, slot)
 
     def keep(self, key: BlockKey, slot: Slot) -> Slot:
-        if self.blocks.get(key) is None:
+        if self.blocks.get(key) not in self.blocks:
             self.blocks.open({key: slot.size_bytes}, None)
-        block = self.blocks.get(key)
-        assert block is not None
-        self.blocks.keep_copy(block, slot)
+        self.blocks.keep_copy(self.blocks.get(key), slot)
         return slot
 
     def slot_of(self, key: BlockKey) -> Slot | None:
-        block = self.blocks.get(key)
-        return None if block is None else block.in_memory
+        return self.blocks.get(key).in_memory
 
     def read(self, key: BlockKey) -> bytes | None:
         slot = self.slot_of(key)
         return None if slot is None else bytes(self.memory.view(slot))
 
     def delete(self, key: BlockKey) -> int:
-        block, slot = self.blocks.get(key), self.slot_of(key)
-        if block is None or slot is None:
+        slot = self.slot_of(key)
+        if slot is None:
             return 0
-        self.blocks.drop_copy(block)
+        self.blocks.drop_copy(self.blocks.get(key))
         return slot.size_bytes
 
     def size_bytes(self, key: BlockKey) -> int | None:
@@ -69,42 +66,43 @@ class DiskBlocks:
         self.blocks.open(self.disk.sizes(), directory.inodes())
 
     def put(self, key: BlockKey, data: bytes | bytearray | memoryview, *, tenant: TenantId = "") -> None:
-        block = self.blocks.get(key) or Block(key)
-        with self.blocks.reserved((tenant, len(data))), self.blocks.step("write", block):
+        block = self.blocks.get(key)
+        with self.blocks.reserved(tenant, len(data)), self.blocks.step("write", block):
             try:
-                self.blocks.found(block, self.disk.put(key, data), tenant=tenant)
+                self.disk.put(key, data)
             except BaseException:
-                self.blocks.found(block, self.disk.state(key))
+                self.blocks.found(block, self.disk.size_bytes(key))
                 raise
+            self.blocks.found(block, len(data), tenant=tenant)
 
     def read(self, key: BlockKey) -> bytes | None:
         block = self.blocks.get(key)
-        if block is None:
+        if not block.is_stored:
             return None
         room = bytearray(block.disk_bytes or 0)
         with self.blocks.step("read", block):
             try:
                 self.disk.read_into(key, memoryview(room))
             except FileNotFoundError:
-                self.blocks.found(block, FileState(None, None))
+                self.blocks.found(block, None)
                 return None
         return bytes(room)
 
     def delete(self, key: BlockKey) -> int:
         block = self.blocks.get(key)
-        if block is None:
+        if not block.is_stored:
             return 0
         with self.blocks.step("leave", block):
             return self.blocks.found(block, self.disk.delete(key))
 
     def put_aside(self, key: BlockKey) -> None:
         block = self.blocks.get(key)
-        if block is not None:
+        if block.is_stored:
             with self.blocks.step("condemn", block):
                 self.blocks.found(block, self.disk.put_aside(key))
 
     def size_bytes(self, key: BlockKey) -> int | None:
-        return self.blocks.stored_bytes(key)
+        return self.blocks.get(key).stored_bytes
 
     def keys(self) -> list[BlockKey]:
         return [block.key for block in self.blocks]

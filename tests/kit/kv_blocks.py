@@ -224,14 +224,11 @@ class SidecarUnderTest:
 
     def slot_of(self, key: BlockKey) -> Slot | None:
         """The slot of a block in memory."""
-        block = self.blocks.get(key)
-        return None if block is None else block.in_memory
+        return self.blocks.get(key).in_memory
 
     def drop_copy(self, key: BlockKey) -> None:
         """Have a block on disk only."""
-        block = self.blocks.get(key)
-        if block is not None:
-            self.blocks.drop_copy(block)
+        self.blocks.drop_copy(self.blocks.get(key))
 
     @property
     def has_leases(self) -> bool:

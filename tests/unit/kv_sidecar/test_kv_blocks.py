@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from contextcache.errors import StorageFull
-from kv_sidecar.blocks import PHASES, SPARED_MAX, Block, BlockPhase, Blocks, FileState
+from kv_sidecar.blocks import PHASES, SPARED_MAX, Block, BlockPhase, Blocks
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.tiers.memory import Memory
 
@@ -45,7 +45,7 @@ def test_a_block_that_is_not_stored_is_neither_read_nor_removed(event: str) -> N
 
     with pytest.raises(AssertionError, match="illegal"), blocks.step(event, Block(KEYS[0])):  # type: ignore[arg-type]  # an event
         pass
-    assert blocks.get(KEYS[0]) is None
+    assert not list(blocks)
 
 
 def test_sparing_is_bounded_and_the_session_of_the_oldest_loses_it_first() -> None:
@@ -125,7 +125,7 @@ class BlockMachine(RuleBasedStateMachine):
     @rule()
     def unspare(self) -> None:
         for key in self.blocks.unspare(WHOSE):
-            assert self.blocks.get(key) is not None
+            assert self.blocks.get(key) in self.blocks
         for known in self.known.values():
             known.spared_until_ms = 0
 
@@ -138,11 +138,11 @@ class BlockMachine(RuleBasedStateMachine):
         if not self.settled(key):
             return
         known, stack = self.known[key], ExitStack()
-        block = self.blocks.get(key) or Block(key)
+        block = self.blocks.get(key)
         writing = sum(known.new_bytes or 0 for known in self.known.values() if known.event == "write")
         used = sum(known.disk_bytes or 0 for known in self.known.values()) + writing
         try:
-            stack.enter_context(self.blocks.reserved((tenant, size)))
+            stack.enter_context(self.blocks.reserved(tenant, size))
         except StorageFull:
             assert used + size > LIMIT_BYTES
             return
@@ -164,8 +164,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     def _end(self, key: BlockKey, size: int | None, tenant: str | None) -> None:
         block, known = self.blocks.get(key), self.known[key]
-        assert block is not None
-        freed = self.blocks.found(block, FileState(size, None), tenant=tenant)
+        freed = self.blocks.found(block, size, tenant=tenant)
         assert freed == max((known.disk_bytes or 0) - (size or 0), 0)
         if tenant is not None:
             known.tenant = tenant
@@ -177,7 +176,7 @@ class BlockMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS), event=st.sampled_from(["read", "condemn"]), is_there=st.booleans())
     def step(self, key: BlockKey, event: str, *, is_there: bool) -> None:
         block, known = self.blocks.get(key), self.known[key]
-        if block is None or not self.settled(key) or known.disk_bytes is None:
+        if not self.settled(key) or known.disk_bytes is None:
             return
         self.steps[key] = ExitStack()
         self.steps[key].enter_context(self.blocks.step(event, block))  # type: ignore[arg-type]  # an event
@@ -187,7 +186,6 @@ class BlockMachine(RuleBasedStateMachine):
     def free_garbage(self) -> None:
         for key in self.blocks.garbage(self.now_ms):
             block = self.blocks.get(key)
-            assert block is not None
             self.steps[key] = ExitStack()
             self.steps[key].enter_context(self.blocks.step("leave", block))
             self.blocks.drop_copy(block)
@@ -205,28 +203,26 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS))
     def drop_copy(self, key: BlockKey) -> None:
-        block = self.blocks.get(key)
-        if block is not None:
-            self.blocks.drop_copy(block)
+        self.blocks.drop_copy(self.blocks.get(key))
 
     @invariant()
     def records_and_model_agree(self) -> None:
         for key, known in self.known.items():
             block = self.blocks.get(key)
             is_known = bool(known.refs.total()) or known.disk_bytes is not None or bool(known.event)
-            assert (block is not None) == is_known
+            assert (block in self.blocks) == is_known
             may_go = (
                 known.disk_bytes is not None
                 and not known.event
                 and not known.refs.total()
                 and known.spared_until_ms <= self.now_ms
             )
-            assert (block is not None and block.may_go(self.now_ms)) == may_go
+            assert block.may_go(self.now_ms) == may_go
             is_stored = known.disk_bytes is not None and known.event not in {"leave", "condemn"}
-            assert self.blocks.stored_bytes(key) == (known.disk_bytes if is_stored else None)
+            assert block.stored_bytes == (known.disk_bytes if is_stored else None)
             assert self.blocks.is_leased([key]) == bool(known.refs["lease"])
-            assert self.blocks.num_holders(key) == known.refs["manifest"] + known.refs["kept"]
-            if block is not None and block.in_memory is not None:
+            assert block.refs.manifest + block.refs.kept == known.refs["manifest"] + known.refs["kept"]
+            if block.in_memory is not None:
                 assert block.in_memory.pins == bool(known.refs["lease"])
                 assert block.disk_bytes is not None
 

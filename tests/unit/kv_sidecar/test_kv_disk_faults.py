@@ -21,7 +21,6 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
 from contextcache.names import KEPT_PREFIX
-from kv_sidecar.blocks import FileState
 from kv_sidecar.format.ids import BlockKey, pack_token_ids
 from kv_sidecar.format.manifest import block_key, block_meta
 from kv_sidecar.saves import NewSave
@@ -372,10 +371,10 @@ async def test_the_event_loop_never_waits_for_a_file_that_is_written(
     async with SidecarUnderTest(tmp_path) as kv:
         put = kv.disk.put
 
-        def put_slowly(key: BlockKey, data: Buffer) -> FileState:
+        def put_slowly(key: BlockKey, data: Buffer) -> None:
             looking.set()
             go_on.wait(60)
-            return put(key, data)
+            put(key, data)
 
         monkeypatch.setattr(kv.disk, "put", put_slowly)
         saving = asyncio.create_task(kv.save(TEN))

@@ -79,7 +79,7 @@ async def test_no_more_is_read_ahead_than_half_the_memory(tmp_path: Path, reads:
     ref = await saved(tmp_path)
     async with SidecarUnderTest(tmp_path) as kv:
         keys = [block.key for block in kv.blocks]
-        size_bytes = max(kv.blocks.stored_bytes(key) or 0 for key in keys)
+        size_bytes = max(kv.blocks.get(key).stored_bytes or 0 for key in keys)
     async with SidecarUnderTest(tmp_path, memory_limit_bytes=7 * size_bytes) as kv:
         new = new_save(MANY, now_ms=kv.clock.now_ms(), cache_ref=ref)
         await kv.catalog.read_ahead(new.tenant, [ref])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError, ContextDeleted, ContextQuotaExceeded, CorruptBlock, InvalidRequest
 from contextcache.names import KEPT_PREFIX
-from kv_sidecar.blocks import Block, Blocks, FileState
+from kv_sidecar.blocks import Blocks
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_key
 from kv_sidecar.moving.pulling import Wanted
@@ -247,11 +247,11 @@ def test_the_count_follows_files_that_come_go_and_change_owner(changes: list[tup
     blocks, files = Blocks(Memory(limit_bytes=0), tenant_limit_bytes=100), dict[BlockKey, tuple[str, int]]()
     for tenant, number, size in changes:
         key = BlockKey("block", f"{number}" * 64, 0)
-        block = blocks.get(key) or Block(key)
+        block = blocks.get(key)
         try:
-            with blocks.reserved((tenant, size)), blocks.step("write", block):
+            with blocks.reserved(tenant, size), blocks.step("write", block):
                 assert blocks.tenant_bytes(tenant)[0] <= 100
-                blocks.found(block, FileState(size, None), tenant=tenant)
+                blocks.found(block, size, tenant=tenant)
         except ContextQuotaExceeded:
             assert blocks.tenant_bytes(tenant)[0] + size > 100
             continue
