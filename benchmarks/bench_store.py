@@ -37,7 +37,7 @@ from deploy.local import s3_server
 from deploy.local.ports import LOOPBACK
 from deploy.local.table import render
 from kv_sidecar.client import BlockFileWriter
-from kv_sidecar.format.manifest import num_files
+from kv_sidecar.format.manifest import block_meta, num_files
 from kv_sidecar.moving.peer import StoredPeer
 from kv_sidecar.saves import NewSave
 from kv_sidecar.settings import SidecarSettings
@@ -108,11 +108,11 @@ async def saved(sidecar: Sidecar, seed: int) -> CacheRef:
     assert ref is not None, "prepared"
     assert ref.save is not None, "prepared"
     for index in prepared.missing_files:
-        writer = BlockFileWriter(ref.save.meta(index, 0), pages_bytes=PAGES_BYTES)
+        writer = BlockFileWriter(block_meta(ref.save.manifest, index, 0), pages_bytes=PAGES_BYTES)
         writer.begin(memoryview(bytearray(writer.size_bytes)))
         writer.pages[:] = np.frombuffer(os.urandom(PAGES_BYTES), np.uint8)
         await sidecar.catalog.take_block(new.cache_ref, 0, index, bytes(writer.finish()))
-    await sidecar.seal(new.cache_ref, 0)
+    await sidecar.catalog.seal(new.cache_ref, 0)
     return new.cache_ref
 
 

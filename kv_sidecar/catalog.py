@@ -38,7 +38,7 @@ from kv_sidecar.format.ids import BlockKey, require_fingerprint
 from kv_sidecar.format.manifest import block_key, num_files
 from kv_sidecar.intake import Intake
 from kv_sidecar.refs import PENDING, Phase, Ref, Refs
-from kv_sidecar.retention import Changed, Leases, LeaseTerms, Removed, Retention, keys_of
+from kv_sidecar.retention import Leases, LeaseTerms, Removed, Retention, keys_of
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.saves import CatalogLimits, FailedSave, MoreTokens, NewSave, PreparedSave, Save
 from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
@@ -152,7 +152,7 @@ class ContextCatalog:
                     files = await self._runtime.threads.run(save.new_files, more)
                 save.grow(more, files)
                 if save.new.is_kept and save.is_whole:
-                    self.retention.refuse_repetition(save.manifest())
+                    self.retention.refuse_repetition(save.manifest)
                 await self.retention.make_share(save.new.tenant, 1, for_kept=save.new.is_kept)
                 return self._intake.announce(ref, save, more)
         finally:
@@ -240,22 +240,22 @@ class ContextCatalog:
         self._intake.took(save, len(files), size_bytes)
         return size_bytes
 
-    async def seal(self, cache_ref: CacheRef, rank: int) -> Changed | None:
-        """End a rank's save and, after the last rank, write the manifest; None: other ranks have to seal. Idempotent.
+    async def seal(self, cache_ref: CacheRef, rank: int) -> bool:
+        """End a rank's save and, after the last rank, write the manifest; False: other ranks have to seal. Idempotent.
 
         Raises SaveIncomplete when blocks are missing or no save is open, ContextDeleted, StorageFull.
         """
         if self.manifests.get(cache_ref) is not None:
-            return Changed()
+            return True
         complete = self._intake.seal(cache_ref, rank)
         if complete is None:
-            return None
+            return False
         crash_point(BEFORE_SEAL)
-        sealed = await self._finish(self._publish(*complete))
+        await self._finish(self._publish(*complete))
         crash_point(AFTER_SEAL)
-        return sealed
+        return True
 
-    async def _publish(self, ref: Ref, save: Save) -> Changed:
+    async def _publish(self, ref: Ref, save: Save) -> None:
         try:
             record = await self.manifests.publish(lambda: self._intake.publish(ref, save))
         except Exception as exc:
@@ -265,16 +265,17 @@ class ContextCatalog:
                 await self.tiers.free(self._intake.end(ref, save, code))
             raise
         if record is None:
-            return Changed()
+            return
         self._intake.let_go(save)
         if ref.phase is not Phase.SEALED:
             raise ContextDeleted("the save was dropped")
         self._runtime.metrics.seals.inc()
         log.info("context sealed", extra={"cache_ref": record.cache_ref, "num_tokens": record.num_tokens})
-        replaced = await self.retention.replace(save.manifest()) if record.is_kept else ()
         # KV from the store is there already, and a peer writes its own kept KV.
-        is_new = not ref.source or (ref.source == "peer" and not record.is_kept)
-        return Changed(sealed=(record,) if is_new else (), replaced=replaced)
+        if not ref.source or (ref.source == "peer" and not record.is_kept):
+            self.manifests.on_change("sealed", record)
+        if record.is_kept:
+            await self.retention.replace(save.manifest)
 
     async def abandon_save(self, cache_ref: CacheRef) -> None:
         """End a save whose pull has failed, and free its blocks. Harmless when there is none."""
@@ -406,8 +407,8 @@ class ContextCatalog:
         if keys:
             await self._finish(self.tiers.free(keys))
 
-    async def touch(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> list[ManifestRecord]:
-        """Move the expiry of a session's unexpired manifests and of its saves in flight; return the manifests."""
+    async def touch(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
+        """Move the expiry of a session's unexpired manifests and of its saves in flight; return how many manifests."""
         self._intake.move_expiry(tenant, session_id, expires_at_ms)
         return await self._finish(
             self.manifests.move_expiry(lambda: self.manifests.of_session(tenant, session_id), expires_at_ms)
@@ -440,6 +441,7 @@ class ContextCatalog:
             await self._publish_fork(terms, at_prompt, prompt_ref(terms.cache_ref), begun_ms)
         record = await self._publish_fork(terms, source, terms.cache_ref, begun_ms)
         if record is not None:
+            self.manifests.on_change("sealed", record)
             log.info("context forked", extra={"cache_ref": terms.cache_ref, "num_tokens": record.num_tokens})
         return record
 
@@ -492,12 +494,12 @@ class ContextCatalog:
         keys += self._blocks.unspare((tenant, session_id))
         return Removed(len(records), await self.tiers.free([*keys_of(records), *keys]))
 
-    async def collect(self) -> Changed:
+    async def collect(self) -> Removed:
         """Free everything that no live manifest and no save in flight refers to."""
         return await self._finish(self._collect())
 
-    async def _collect(self) -> Changed:
-        replaced = await self.retention.remove_replaced()
+    async def _collect(self) -> Removed:
+        num_replaced = await self.retention.remove_replaced()
         self._intake.end_overdue()
         self._leases.expire()
         now_ms = self._runtime.clock.now_ms()
@@ -505,9 +507,8 @@ class ContextCatalog:
         records, freed = await self.retention.sweep(expired, self._runtime.metrics.collected)
         freed += await self.tiers.free(await self._runtime.threads.run(self._blocks.garbage, now_ms))
         # Last: a full disk takes nothing, and the steps above free it.
-        touched = tuple(await self.retention.prolong_used())
-        removed = Removed(len(records) + len(replaced), freed)
-        return Changed(touched=touched, replaced=replaced, removed=removed)
+        await self.retention.prolong_used()
+        return Removed(len(records) + num_replaced, freed)
 
     async def drop(self, records: Sequence[ManifestRecord]) -> Removed:
         """Remove those manifests that have not changed, then all blocks without a reference.

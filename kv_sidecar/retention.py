@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from prometheus_client import Counter as Counted
@@ -29,7 +30,7 @@ from contextcache.names import KEPT_PREFIX, check_tenant
 from kv_sidecar.blocks import Blocks, Shortage
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.refs import Ref, Refs
+from kv_sidecar.refs import Refs
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
 from kv_sidecar.sealed.prefixes import PrefixQuestion, beginning_of
@@ -56,21 +57,6 @@ class Removed:
     def __add__(self, other: Removed) -> Removed:
         """Return the sum of both."""
         return Removed(self.num_manifests + other.num_manifests, self.freed_bytes + other.freed_bytes)
-
-
-NOTHING_REMOVED = Removed(0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """Manifests that a call changed: the shared store has to learn of them."""
-
-    sealed: tuple[ManifestRecord, ...] = ()
-    touched: tuple[ManifestRecord, ...] = ()
-    """Only their expiry is new."""
-    replaced: tuple[ManifestRecord, ...] = ()
-    """Kept KV that longer KV of its group replaced; it is gone here."""
-    removed: Removed = NOTHING_REMOVED
 
 
 @dataclass(eq=False)
@@ -230,30 +216,25 @@ class Retention:
             if records
         ]
 
-    async def prolong_used(self) -> list[ManifestRecord]:
+    async def prolong_used(self) -> None:
         """Write the new expiry of the kept KV used since the last call; forget groups without manifests.
 
-        Returns the manifests that changed. A file that cannot be written now is tried again in the next call.
+        A file that cannot be written now is tried again in the next call.
         """
         for notes in (self._used_at_ms, self._misses):
             for tenant, name in [key for key in notes if not self.manifests.of_session(*key)]:
                 del notes[tenant, name]
-        used = [(ref, ref.used_until_ms) for ref in self.refs if ref.used_until_ms]
-        return [record for ref, until_ms in used for record in await self._prolong(ref, until_ms)]
+        for ref in self.refs:
+            record, until_ms = self.manifests.get(ref.cache_ref), ref.used_until_ms
+            if record is not None and until_ms:
+                ref.used_until_ms = 0
+                try:
+                    await self.manifests.move_expiry(partial(lambda it: [it], record), until_ms)
+                except (StorageFull, SidecarUnavailable, OSError):
+                    self.use(ref.cache_ref, until_ms)
 
-    async def _prolong(self, ref: Ref, until_ms: int) -> list[ManifestRecord]:
-        record = self.manifests.get(ref.cache_ref)
-        if record is None:
-            return []
-        ref.used_until_ms = 0
-        try:
-            return await self.manifests.move_expiry(lambda: [record], until_ms)
-        except (StorageFull, SidecarUnavailable, OSError):
-            self.use(ref.cache_ref, until_ms)
-            return []
-
-    async def replace(self, manifest: Manifest) -> tuple[ManifestRecord, ...]:
-        """Mark the kept KV that a newly sealed manifest stands for; remove and return the part that no load may need.
+    async def replace(self, manifest: Manifest) -> None:
+        """Mark the kept KV that a newly sealed manifest stands for; remove the part that no load may need.
 
         `remove_replaced` removes the rest.
         """
@@ -265,19 +246,21 @@ class Retention:
         surplus = rest[: max(len(rest) + 1 - GROUP_MAX, 0)]
         for record in (*begun, *surplus):
             self.refs.get(record.tenant, record.cache_ref).is_replaced = True
-        return await self._remove_unneeded([*begun, *surplus])
+        await self._remove_unneeded([*begun, *surplus])
 
-    async def remove_replaced(self) -> tuple[ManifestRecord, ...]:
-        """Remove and return the replaced kept KV that no load may need by now. Looks at every ref."""
+    async def remove_replaced(self) -> int:
+        """Remove the replaced kept KV that no load may need by now; return how many. Looks at every ref."""
         found = [self.manifests.get(ref.cache_ref) for ref in self.refs if ref.is_replaced]
         return await self._remove_unneeded([record for record in found if record is not None])
 
-    async def _remove_unneeded(self, records: Iterable[ManifestRecord]) -> tuple[ManifestRecord, ...]:
+    async def _remove_unneeded(self, records: Iterable[ManifestRecord]) -> int:
         def may_go(record: ManifestRecord) -> bool:
             return not self._is_named(record) and not self.tiers.blocks.is_leased(record.keys)
 
         removed, _ = await self.sweep(filter(may_go, records), self.runtime.metrics.replaced, may_go)
-        return tuple(removed)
+        for record in removed:
+            self.manifests.on_change("replaced", record)
+        return len(removed)
 
 
 def keys_of(records: Iterable[ManifestRecord]) -> list[BlockKey]:

@@ -149,7 +149,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:
-        return pb.SealResponse(sealed=await self._sidecar.seal(request.cache_ref, request.rank))
+        return pb.SealResponse(sealed=await self._catalog.seal(request.cache_ref, request.rank))
 
     @override
     async def AbandonSave(self, request: pb.AbandonSaveRequest, context: Context) -> pb.AbandonSaveResponse:
@@ -223,12 +223,12 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def TouchContext(self, request: pb.TouchContextRequest, context: Context) -> pb.TouchContextResponse:
-        moved = await self._sidecar.touch(request.tenant, request.session_id, request.expires_at_ms)
+        moved = await self._catalog.touch(request.tenant, request.session_id, request.expires_at_ms)
         return pb.TouchContextResponse(num_manifests=moved)
 
     @override
     async def ForkContext(self, request: pb.ForkContextRequest, context: Context) -> pb.ForkContextResponse:
-        record = await self._sidecar.fork(value_of(ForkTerms, request))
+        record = await self._catalog.fork(value_of(ForkTerms, request))
         if record is None:
             return pb.ForkContextResponse()
         return pb.ForkContextResponse(

@@ -18,7 +18,7 @@ from contextcache.names import CACHE_REF_PATTERN, check_session_id, check_tenant
 from contextcache.process.reloaded import read_bounded
 from kv_sidecar.accounts import LoadReports, UsageMeter
 from kv_sidecar.blocks import Blocks
-from kv_sidecar.catalog import ContextCatalog, ForkTerms
+from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.moving.borrowing import Prefixes
@@ -28,9 +28,9 @@ from kv_sidecar.moving.pulling import ConnectPeer, EngineRanks, PeerRules, Pulls
 from kv_sidecar.orphans import ManagerQuestions, Orphans
 from kv_sidecar.refs import Refs
 from kv_sidecar.resolve import Resolver
-from kv_sidecar.retention import Changed, Collector, Removed
+from kv_sidecar.retention import Collector, Removed
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
+from kv_sidecar.sealed.manifests import Manifests
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.store.collector import SharedCollector
 from kv_sidecar.store.encryption import StoreKeys
@@ -128,6 +128,7 @@ class Sidecar:
         keys = StoreKeys(self.settings.store_keys_file) if self.settings.store_keys_file else None
         stored = StoredKV(ObjectStore(self.settings.store_url), self.catalog, keys, self.metrics)
         shared = SharedTier(stored, self.runtime, self.settings.shared_limits())
+        self.catalog.manifests.on_change = shared.learn
         self.metrics.store_waiting.set_function(lambda: shared.num_waiting)
         return shared
 
@@ -189,7 +190,7 @@ class Sidecar:
 
         KV that no session names is last: the manager may be slow or away. `collect_shared` removes it from the store.
         """
-        removed = self._learn(await self.catalog.collect()).removed
+        removed = await self.catalog.collect()
         before_ms = self.runtime.clock.now_ms() - LEFTOVER_S * 1000
         await self.threads.run(self.directory.remove_leftovers, before_ms)
         self.reports.forget_old()
@@ -261,30 +262,6 @@ class Sidecar:
         if self.shared is not None:
             left = await self.shared.flush(self.settings.handover_s)
             log.info("contexts written to the shared store", extra={"num_left": left})
-
-    async def seal(self, cache_ref: CacheRef, rank: int) -> bool:
-        """Return whether the last rank has sealed; see `ContextCatalog.seal`."""
-        changed = await self.catalog.seal(cache_ref, rank)
-        return changed is not None and bool(self._learn(changed))
-
-    async def touch(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
-        """Move the expiry of a session's manifests; return how many. See `ContextCatalog.touch`."""
-        touched = await self.catalog.touch(tenant, session_id, expires_at_ms)
-        self._learn(Changed(touched=tuple(touched)))
-        return len(touched)
-
-    async def fork(self, terms: ForkTerms) -> ManifestRecord | None:
-        """See `ContextCatalog.fork`."""
-        record = await self.catalog.fork(terms)
-        if record is not None:
-            self._learn(Changed(sealed=(record,)))
-        return record
-
-    def _learn(self, changed: Changed) -> Changed:
-        """Tell the shared store of changed manifests."""
-        if self.shared is not None:
-            self.shared.learn(changed)
-        return changed
 
     def _connect_peer(self, address: str, timeout_s: float) -> PeerSidecar:
         return PeerSidecar(

@@ -417,9 +417,7 @@ class Pulls:
             here = dict(zip(asked, prepared.missing_files, strict=True))
             async with aclosing(peer.block_files(source, new.rank, asked)) as files:
                 await self._take_all(transfer, new, here, files)
-        changed = await self.catalog.seal(new.cache_ref, new.rank)
-        if self.shared is not None and changed is not None:
-            self.shared.learn(changed)
+        await self.catalog.seal(new.cache_ref, new.rank)
 
     async def _take_all(
         self, transfer: Transfer, new: NewSave, here: Mapping[int, int], files: AsyncIterator[PulledFile]

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from contextcache.errors import CorruptBlock, SidecarUnavailable
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
@@ -96,6 +96,8 @@ def record_of(manifest: Manifest) -> ManifestRecord:
     )
 
 
+Change: TypeAlias = Literal["sealed", "touched", "replaced"]
+"""`touched`: only the expiry is new. `replaced`: kept KV that longer KV of its group replaced; it is gone here."""
 Lose: TypeAlias = Callable[[ManifestRecord], Awaitable[None]]
 """Forgets a context with a damaged or missing manifest."""
 
@@ -120,6 +122,8 @@ class Manifests:
         self.prefixes = PrefixIndex()
         self._read_last: dict[CacheRef, tuple[ManifestRecord, Manifest]] = {}
         """Manifests read or written last, oldest first, each with the record of that time."""
+        self.on_change: Callable[[Change, ManifestRecord], None] = lambda _change, _record: None
+        """Called with each manifest that the shared store has to learn of."""
         self.lock = asyncio.Lock()
         """Held while manifest files change, so that a late seal or touch never undoes a delete. Waits for the local
         disk only, never for the network."""
@@ -382,21 +386,20 @@ class Manifests:
             self._remember(record, manifest)
             return record
 
-    async def move_expiry(
-        self, choose: Callable[[], Iterable[ManifestRecord]], expires_at_ms: int
-    ) -> list[ManifestRecord]:
-        """Give the unexpired manifests among the chosen ones a new expiry, in file and index; return them.
+    async def move_expiry(self, choose: Callable[[], Iterable[ManifestRecord]], expires_at_ms: int) -> int:
+        """Give the unexpired manifests among the chosen ones a new expiry, in file and index; return how many.
 
         Chooses once nothing else changes manifests.
         """
-        moved: list[ManifestRecord] = []
+        num_moved = 0
         async with self.lock:
             for record in choose():
                 is_live = self.live(record.tenant, record.cache_ref) == record
                 if is_live and await self._threads.write(self._rewrite, record, expires_at_ms):
-                    self._records[record.cache_ref] = replace(record, expires_at_ms=expires_at_ms)
-                    moved.append(self._records[record.cache_ref])
-        return moved
+                    moved = self._records[record.cache_ref] = replace(record, expires_at_ms=expires_at_ms)
+                    self.on_change("touched", moved)
+                    num_moved += 1
+        return num_moved
 
     async def remove(
         self, tenant: TenantId, session_id: SessionId, cache_refs: Iterable[CacheRef]

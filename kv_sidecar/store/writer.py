@@ -30,9 +30,9 @@ from kv_sidecar.crash_points import AFTER_STORED_BLOCKS
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import encode_manifest
 from kv_sidecar.recent import RecentNames
-from kv_sidecar.retention import GROUP_MAX, Changed
+from kv_sidecar.retention import GROUP_MAX
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.sealed.manifests import ManifestRecord
+from kv_sidecar.sealed.manifests import Change, ManifestRecord
 from kv_sidecar.store.encryption import TenantKey
 from kv_sidecar.store.objects import each
 from kv_sidecar.store.stored_kv import (
@@ -148,13 +148,11 @@ class SharedTier:
             self.runtime.metrics.store_writes.labels("queue_full").inc()
         self._wake()
 
-    def learn(self, changed: Changed) -> None:
-        """Queue the manifests that a call of the catalog changed; replaced kept KV leaves once the rest is there."""
-        for record in changed.sealed:
-            self.write_soon(record)
-        for record in changed.touched:
-            self.write_soon(record, again=True)
-        for record in changed.replaced:
+    def learn(self, change: Change, record: ManifestRecord) -> None:
+        """Queue a manifest that changed; replaced kept KV leaves once the rest is there."""
+        if change != "replaced":
+            self.write_soon(record, again=change == "touched")
+        else:
             self._kept.pop(record.cache_ref, None)
             self._replaced.add(record.cache_ref, self.runtime.clock.now_ms())
             self._tidy_soon((record.tenant, record.session_id))

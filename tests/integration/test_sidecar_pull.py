@@ -123,7 +123,7 @@ async def test_only_what_is_missing_travels_and_of_every_rank(start_node) -> Non
         saved[node] = [first, replace(first, rank=1)]
         for new in saved[node]:
             await node.kv.send_all(new)
-            await node.kv.sidecar.seal(new.cache_ref, new.rank)
+            await node.kv.catalog.seal(new.cache_ref, new.rank)
     shared_bytes = here.kv.disk_bytes()
     await here.pull(saved[there][0].cache_ref, peer=there.address)
     await here.settled()
@@ -144,7 +144,7 @@ async def test_more_ranks_than_files_have_room_in_memory_come_side_by_side(start
         for index in range(3):
             data = block_file_bytes(block_meta(there.kv.plan(new), index, new.rank), page_bytes=LARGE_PAGE_BYTES)
             await there.kv.catalog.take_block(new.cache_ref, new.rank, index, data)
-        await there.kv.sidecar.seal(new.cache_ref, new.rank)
+        await there.kv.catalog.seal(new.cache_ref, new.rank)
     await here.pull(first.cache_ref, peer=there.address)
     await here.settled()
 

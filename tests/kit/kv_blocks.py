@@ -87,10 +87,10 @@ def new_save(
 def planned(new: NewSave, *, block_tokens: int) -> Manifest:
     """Return the manifest to be, without sizes and checksums."""
     new = new.checked(block_tokens=block_tokens)
-    save = Save(new, 0, new.expires_at_ms)
+    save = Save(new, 0)
     first = MoreTokens(new.tenant, new.cache_ref, new.rank, 0, new.token_ids, new.early)
     save.grow(first, save.new_files(first))
-    return save.manifest()
+    return save.manifest
 
 
 class SidecarUnderTest:
@@ -177,7 +177,7 @@ class SidecarUnderTest:
         """Save a context of one rank and seal it."""
         new = new_save(token_ids, now_ms=self.clock.now_ms(), **fields)  # type: ignore[arg-type]  # fields of new_save
         await self.send_all(new)
-        assert await self.sidecar.seal(new.cache_ref, new.rank)
+        assert await self.catalog.seal(new.cache_ref, new.rank)
         return new
 
     async def load(self, new: NewSave, *, in_slots: bool | None = None) -> list[str]:

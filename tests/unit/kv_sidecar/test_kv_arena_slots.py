@@ -436,7 +436,7 @@ async def test_files_handed_over_together_are_taken_together(roomy: SidecarUnder
     size_bytes = await roomy.catalog.take_slots(new.cache_ref, new.rank, await filled(roomy, new))
 
     assert size_bytes == roomy.disk_bytes()
-    assert await roomy.sidecar.seal(new.cache_ref, new.rank)
+    assert await roomy.catalog.seal(new.cache_ref, new.rank)
     assert await roomy.load(new) == ["host"] * 3
     assert roomy.memory.lent_bytes == roomy.missing_bytes() == 0
 

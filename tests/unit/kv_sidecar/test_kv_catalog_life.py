@@ -96,7 +96,7 @@ async def test_another_tenant_deletes_and_refuses_nothing(kv: SidecarUnderTest, 
     assert await kv.load(new)
     await kv.send_all(later)
     assert await kv.catalog.delete("other", SESSION, [later.cache_ref]) == Removed(0, 0)
-    assert await kv.sidecar.seal(later.cache_ref, 0)
+    assert await kv.catalog.seal(later.cache_ref, 0)
 
 
 @pytest.mark.parametrize("by_session", [True, False])
@@ -109,7 +109,7 @@ async def test_a_delete_ends_a_save_in_flight_and_refuses_a_late_one(
 
     assert kv.block_files() == set()
     with pytest.raises(ContextDeleted):
-        await kv.sidecar.seal(new.cache_ref, 0)
+        await kv.catalog.seal(new.cache_ref, 0)
     with pytest.raises(ContextDeleted):
         await kv.send(new, 0)
     with pytest.raises(ContextDeleted):
@@ -136,7 +136,7 @@ async def test_a_delete_in_the_middle_of_a_seal_wins(kv: SidecarUnderTest, clock
     for pause in range(4):
         new = new_save(PROMPT, now_ms=clock.now_ms())
         await kv.send_all(new)
-        sealing = asyncio.create_task(kv.sidecar.seal(new.cache_ref, 0))
+        sealing = asyncio.create_task(kv.catalog.seal(new.cache_ref, 0))
         for _ in range(pause):
             await asyncio.sleep(0)
         await kv.catalog.delete(TENANT, "", [new.cache_ref])
@@ -153,7 +153,7 @@ async def test_a_save_that_is_deleted_while_its_seal_waits_is_not_said_to_be_sea
     new = new_save(PROMPT, now_ms=clock.now_ms())
     await kv.send_all(new)
     async with kv.catalog.manifests.lock:
-        sealing = asyncio.create_task(kv.sidecar.seal(new.cache_ref, 0))
+        sealing = asyncio.create_task(kv.catalog.seal(new.cache_ref, 0))
         await asyncio.sleep(0)
         deleting = asyncio.create_task(kv.catalog.delete(TENANT, "", [new.cache_ref]))
         for _ in range(10):
@@ -221,7 +221,7 @@ async def test_one_pass_collects_the_expired_and_keeps_what_others_hold(
     clock.advance(ms=TTL_MS // 2)
     second = await kv.save(OTHER_END, session_id="ctx_2")
     clock.advance(ms=TTL_MS // 2)
-    removed = (await kv.catalog.collect()).removed
+    removed = await kv.catalog.collect()
 
     assert removed.num_manifests == 1
     assert removed.freed_bytes > 0
@@ -234,8 +234,8 @@ async def test_touch_moves_the_expiry_for_good(kv: SidecarUnderTest, clock: Manu
     new = await kv.save(PROMPT)
     until_ms = clock.now_ms() + 3 * TTL_MS
 
-    assert await kv.sidecar.touch(TENANT, SESSION, until_ms) == 1
-    assert await kv.sidecar.touch("other", SESSION, 1) == 0
+    assert await kv.catalog.touch(TENANT, SESSION, until_ms) == 1
+    assert await kv.catalog.touch("other", SESSION, 1) == 0
     await kv.sidecar.close()
     clock.advance(ms=2 * TTL_MS)
     async with SidecarUnderTest(tmp_path, clock=clock, slots=False) as again:
@@ -248,13 +248,13 @@ async def test_touch_reaches_a_save_on_its_way_and_not_what_has_expired(
 ) -> None:
     new = new_save(PROMPT, now_ms=clock.now_ms())
     await kv.send_all(new)
-    assert await kv.sidecar.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS) == 0
-    await kv.sidecar.seal(new.cache_ref, 0)
+    assert await kv.catalog.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS) == 0
+    await kv.catalog.seal(new.cache_ref, 0)
     clock.advance(ms=TTL_MS)
     assert await kv.load(new)
     clock.advance(ms=TTL_MS)
 
-    assert await kv.sidecar.touch(TENANT, SESSION, clock.now_ms() + TTL_MS) == 0
+    assert await kv.catalog.touch(TENANT, SESSION, clock.now_ms() + TTL_MS) == 0
     with pytest.raises(CacheRefNotFound):
         await kv.catalog.open(TENANT, new.cache_ref)
 
@@ -265,7 +265,7 @@ async def test_a_touch_that_meets_a_delete_does_not_bring_the_context_back(
     await kv.save(PROMPT)
     await asyncio.gather(
         kv.catalog.delete(TENANT, SESSION, []),
-        kv.sidecar.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS),
+        kv.catalog.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS),
         kv.catalog.delete(TENANT, SESSION, []),
     )
 
@@ -291,7 +291,7 @@ async def test_a_load_reads_the_manifest_that_its_question_was_answered_from_onc
         assert await kv.catalog.open(TENANT, new.cache_ref) == await kv.catalog.open(TENANT, new.cache_ref, again=True)
     assert num_reads == 2
     until_ms = clock.now_ms() + 2 * TTL_MS
-    await kv.sidecar.touch(TENANT, "ctx_1", until_ms)
+    await kv.catalog.touch(TENANT, "ctx_1", until_ms)
     await kv.catalog.delete(TENANT, "ctx_2", [])
 
     assert (await kv.catalog.open(TENANT, news[0].cache_ref, again=True)).expires_at_ms == until_ms
@@ -359,7 +359,7 @@ async def test_a_spoilt_block_is_put_aside_and_its_contexts_are_missed(
         assert await kv.load(alone)
         again = new_save(PROMPT, now_ms=clock.now_ms())
         assert (await kv.send_all(again)).missing_files == (0, 1, 2)
-        await kv.sidecar.seal(again.cache_ref, 0)
+        await kv.catalog.seal(again.cache_ref, 0)
         assert await kv.load(again)
 
 
@@ -406,7 +406,7 @@ async def spare_what_went_ahead(kv: SidecarUnderTest, clock: ManualClock, new: N
 
 async def spare_what_misses_a_file(kv: SidecarUnderTest, clock: ManualClock, new: NewSave) -> None:
     await kv.send_all(new)
-    await kv.sidecar.seal(new.cache_ref, 0)
+    await kv.catalog.seal(new.cache_ref, 0)
     await kv.sidecar.tiers.put_aside(block_key(kv.plan(new), 2, 0))
     with pytest.raises(CacheRefNotFound):
         await kv.load(new)

@@ -75,7 +75,7 @@ async def test_a_grown_context_sends_only_what_is_new(kv: SidecarUnderTest, cloc
 
     assert prepared.missing_files == (2, 3)
     assert prepared.num_files == 4
-    assert await kv.sidecar.seal(grown.cache_ref, 0)
+    assert await kv.catalog.seal(grown.cache_ref, 0)
     assert len(await kv.load(grown)) == 4
 
 
@@ -97,25 +97,25 @@ async def test_a_seal_without_all_blocks_is_refused_and_can_be_repaired(
     await kv.send(new, 2)
 
     with pytest.raises(SaveIncomplete):
-        await kv.sidecar.seal(new.cache_ref, 0)
+        await kv.catalog.seal(new.cache_ref, 0)
     assert kv.manifest_files() == set()
     await kv.send(new, 1)
-    assert await kv.sidecar.seal(new.cache_ref, 0)
+    assert await kv.catalog.seal(new.cache_ref, 0)
 
 
 async def test_a_seal_may_be_repeated_and_comes_once(kv: SidecarUnderTest, clock: ManualClock) -> None:
     new = new_save(PROMPT, now_ms=clock.now_ms())
     await kv.send_all(new)
-    sealed = await asyncio.gather(*(kv.sidecar.seal(new.cache_ref, 0) for _ in range(3)))
+    sealed = await asyncio.gather(*(kv.catalog.seal(new.cache_ref, 0) for _ in range(3)))
 
     assert sealed == [True, True, True]
-    assert await kv.sidecar.seal(new.cache_ref, 0)
+    assert await kv.catalog.seal(new.cache_ref, 0)
     assert len(kv.catalog.manifests) == 1
 
 
 async def test_a_seal_of_nothing_is_refused(kv: SidecarUnderTest) -> None:
     with pytest.raises(SaveIncomplete):
-        await kv.sidecar.seal(new_cache_ref(), 0)
+        await kv.catalog.seal(new_cache_ref(), 0)
 
 
 async def test_the_manifest_waits_for_every_rank(kv: SidecarUnderTest, clock: ManualClock) -> None:
@@ -124,10 +124,10 @@ async def test_the_manifest_waits_for_every_rank(kv: SidecarUnderTest, clock: Ma
     for rank in ranks:
         await kv.send_all(rank)
 
-    assert not await kv.sidecar.seal(ranks[0].cache_ref, 0)
-    assert not await kv.sidecar.seal(ranks[0].cache_ref, 0)
+    assert not await kv.catalog.seal(ranks[0].cache_ref, 0)
+    assert not await kv.catalog.seal(ranks[0].cache_ref, 0)
     assert kv.manifest_files() == set()
-    assert await kv.sidecar.seal(ranks[0].cache_ref, 1)
+    assert await kv.catalog.seal(ranks[0].cache_ref, 1)
     for rank in ranks:
         assert len(await kv.load(rank)) == 3
 
@@ -137,7 +137,7 @@ async def test_a_rank_that_was_not_announced_cannot_seal(kv: SidecarUnderTest, c
     await kv.send_all(new)
 
     with pytest.raises(SaveIncomplete):
-        await kv.sidecar.seal(new.cache_ref, 1)
+        await kv.catalog.seal(new.cache_ref, 1)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ async def test_a_block_at_the_wrong_place_ends_the_save(kv: SidecarUnderTest, cl
         await kv.catalog.take_block(new.cache_ref, 0, 0, wrong)
     assert kv.block_files() == set()
     with pytest.raises(ContextDeleted):
-        await kv.sidecar.seal(new.cache_ref, 0)
+        await kv.catalog.seal(new.cache_ref, 0)
 
 
 async def test_a_flipped_byte_on_the_way_in_ends_the_save_and_frees_what_it_brought(
@@ -278,13 +278,13 @@ async def test_too_many_saves_at_once_are_refused_and_the_refused_one_may_come_a
         await kv.send_all(first)
         with pytest.raises(StorageFull):
             await kv.catalog.prepare_save(second)
-        await kv.sidecar.seal(first.cache_ref, 0)
+        await kv.catalog.seal(first.cache_ref, 0)
         await kv.send_all(second)
         waiting = asyncio.create_task(kv.catalog.wait_sealed(TENANT, second.cache_ref, timeout_s=30))
         await asyncio.sleep(0)
 
         assert not waiting.done()
-        await kv.sidecar.seal(second.cache_ref, 0)
+        await kv.catalog.seal(second.cache_ref, 0)
         assert await waiting is not None
 
 
@@ -292,7 +292,7 @@ async def test_who_waits_for_a_seal_is_told_when_it_comes(kv: SidecarUnderTest, 
     new = new_save(PROMPT, now_ms=clock.now_ms())
     waiting = asyncio.create_task(kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=30))
     await kv.send_all(new)
-    await kv.sidecar.seal(new.cache_ref, 0)
+    await kv.catalog.seal(new.cache_ref, 0)
     record = await waiting
 
     assert record is not None
@@ -328,7 +328,7 @@ async def test_a_block_that_vanished_after_it_was_counted_on_fails_the_seal(
 
     assert prepared.missing_files == (2,)
     with pytest.raises(SaveIncomplete):
-        await kv.sidecar.seal(new.cache_ref, 0)
+        await kv.catalog.seal(new.cache_ref, 0)
     assert kv.manifest_files() == {old.cache_ref}
 
 
@@ -339,11 +339,11 @@ async def test_a_block_that_vanished_after_its_rank_sealed_fails_the_last_seal(
     second = replace(first, rank=1)
     for rank in (first, second):
         await kv.send_all(rank)
-    await kv.sidecar.seal(first.cache_ref, 0)
+    await kv.catalog.seal(first.cache_ref, 0)
     await kv.sidecar.tiers.put_aside(block_key(kv.plan(first), 0, 0))
 
     with pytest.raises(SaveIncomplete):
-        await kv.sidecar.seal(first.cache_ref, 1)
+        await kv.catalog.seal(first.cache_ref, 1)
     assert kv.manifest_files() == set()
 
 
@@ -370,7 +370,7 @@ async def test_a_block_saved_anew_while_the_old_one_is_being_removed_stays(tmp_p
         await asyncio.gather(deleting, sending)
 
         assert prepared.missing_files == (0,)
-        assert await kv.sidecar.seal(new.cache_ref, 0)
+        assert await kv.catalog.seal(new.cache_ref, 0)
         assert len(await kv.load(new)) == 1
 
 
@@ -450,7 +450,7 @@ async def test_blocks_a_save_counts_on_survive_the_end_of_their_only_context(
     await kv.catalog.collect()
 
     assert prepared.missing_files == (2,)
-    assert await kv.sidecar.seal(new.cache_ref, 0)
+    assert await kv.catalog.seal(new.cache_ref, 0)
     assert len(await kv.load(new)) == 3
 
 
@@ -467,7 +467,7 @@ async def test_a_save_that_is_never_sealed_is_dropped_after_its_deadline(
 
     assert kv.block_files() == set()
     with pytest.raises(ContextDeleted):
-        await kv.sidecar.seal(new.cache_ref, 0)
+        await kv.catalog.seal(new.cache_ref, 0)
 
 
 async def test_a_save_that_goes_on_is_not_dropped(kv: SidecarUnderTest, clock: ManualClock) -> None:
@@ -479,13 +479,13 @@ async def test_a_save_that_goes_on_is_not_dropped(kv: SidecarUnderTest, clock: M
         await kv.catalog.collect()
         await kv.send(new, block_index)
 
-    assert await kv.sidecar.seal(new.cache_ref, 0)
+    assert await kv.catalog.seal(new.cache_ref, 0)
 
 
 async def test_a_cancelled_seal_is_carried_through(kv: SidecarUnderTest, clock: ManualClock) -> None:
     new = new_save(PROMPT, now_ms=clock.now_ms())
     await kv.send_all(new)
-    sealing = asyncio.create_task(kv.sidecar.seal(new.cache_ref, 0))
+    sealing = asyncio.create_task(kv.catalog.seal(new.cache_ref, 0))
     await asyncio.sleep(0)
     sealing.cancel()
 

@@ -64,7 +64,7 @@ class Traffic:
         now_ms = self.kv.clock.now_ms()
         new = new_save(token_ids, now_ms=now_ms, session_id=self.session(), started_at_ms=now_ms + 1)
         await self.kv.send_all(new)
-        await self.kv.sidecar.seal(new.cache_ref, 0)
+        await self.kv.catalog.seal(new.cache_ref, 0)
         self.sealed.append(new)
 
     async def load(self) -> None:
@@ -76,7 +76,7 @@ class Traffic:
         await self.kv.catalog.delete(TENANT, self.session() if self.random.random() < 0.3 else "", refs)
 
     async def rest(self) -> None:
-        await self.kv.sidecar.touch(TENANT, self.session(), self.kv.clock.now_ms() + 1_000_000)
+        await self.kv.catalog.touch(TENANT, self.session(), self.kv.clock.now_ms() + 1_000_000)
         await self.kv.catalog.collect()
 
 

@@ -59,14 +59,14 @@ async def expire_other(kv: SidecarUnderTest, clock: ManualClock) -> None:
 
 
 async def touch_other(kv: SidecarUnderTest, clock: ManualClock) -> None:
-    await kv.sidecar.touch(TENANT, "ctx_other", clock.now_ms() + 2 * TTL_MS)
+    await kv.catalog.touch(TENANT, "ctx_other", clock.now_ms() + 2 * TTL_MS)
 
 
 async def save_other_from_two_ranks(kv: SidecarUnderTest, clock: ManualClock) -> None:
     for rank in range(2):
         new = new_save(OTHER, now_ms=clock.now_ms(), cache_ref=OTHER_REF, rank=rank, world_size=2)
         await kv.send_all(new)
-        await kv.sidecar.seal(OTHER_REF, rank)
+        await kv.catalog.seal(OTHER_REF, rank)
 
 
 SCENARIOS: list[tuple[Scenario, bool, int]] = [

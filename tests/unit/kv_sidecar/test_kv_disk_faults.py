@@ -90,7 +90,7 @@ async def test_a_manifest_the_disk_refuses_ends_the_save_and_whoever_waits_for_i
         await asyncio.sleep(0)
         disk.break_at(verb, number)
         with pytest.raises(StorageFull if number in FULL else SidecarUnavailable):
-            await kv.sidecar.seal(new.cache_ref, 0)
+            await kv.catalog.seal(new.cache_ref, 0)
         disk.heal()
 
         assert await asyncio.wait_for(waiting, 30) is None
@@ -136,7 +136,7 @@ async def test_a_touch_meets_a_fault_that_passes_and_leaves_the_context(
     async with SidecarUnderTest(tmp_path) as kv:
         new = await kv.save(TEN)
         with unreadable(monkeypatch, name_of(kv, new, "manifest"), errno.EMFILE), pytest.raises(SidecarUnavailable):
-            await kv.sidecar.touch(TENANT, new.session_id, new.expires_at_ms + 1)
+            await kv.catalog.touch(TENANT, new.session_id, new.expires_at_ms + 1)
 
         assert await kv.load(new)
 
@@ -206,7 +206,7 @@ async def test_a_new_expiry_that_may_not_be_durable_takes_no_context_away(tmp_pa
         new = await kv.save(TEN)
         disk.break_at("sync", number)
         with pytest.raises((SidecarUnavailable, StorageFull)):
-            await kv.sidecar.touch(TENANT, new.session_id, new.expires_at_ms + 1)
+            await kv.catalog.touch(TENANT, new.session_id, new.expires_at_ms + 1)
         disk.heal()
         assert await kv.load(new)
     async with SidecarUnderTest(tmp_path, clock=clock) as kv:
@@ -245,7 +245,7 @@ async def test_a_disk_that_nothing_can_be_removed_from_says_so_and_serves_what_i
         disk.break_at("unlink quarantine write", number)
         for attempt in (
             kv.catalog.delete(TENANT, "ctx_other", []),
-            kv.sidecar.touch(TENANT, "ctx_other", new.expires_at_ms + 1),
+            kv.catalog.touch(TENANT, "ctx_other", new.expires_at_ms + 1),
         ):
             with pytest.raises(SidecarUnavailable):
                 await attempt
@@ -356,10 +356,10 @@ async def test_one_manifest_that_cannot_be_removed_does_not_keep_the_other_expir
         disk.number = errno.EIO
         disk.fails = lambda step: step == f"unlink {stays.cache_ref}.safetensors"
 
-        assert (await kv.catalog.collect()).removed.num_manifests == 1
+        assert (await kv.catalog.collect()).num_manifests == 1
         assert kv.manifest_files() == {stays.cache_ref}
         disk.heal()
-        assert (await kv.catalog.collect()).removed.num_manifests == 1
+        assert (await kv.catalog.collect()).num_manifests == 1
         assert kv.block_files() == set()
 
 

@@ -42,7 +42,7 @@ async def test_a_save_brings_only_what_did_not_go_ahead(kv: SidecarUnderTest) ->
     rest = await kv.send_all(whole(kv, ref))
 
     assert [it.missing_files for it in (first, second, rest)] == [(0, 1), (2, 3), (4,)]
-    assert await kv.sidecar.seal(ref, 0)
+    assert await kv.catalog.seal(ref, 0)
     assert await kv.load(whole(kv, ref)) == ["host"] * 5
     assert kv.counted("saves_total") == 1
 
@@ -53,7 +53,7 @@ async def test_what_went_ahead_cannot_be_sealed(kv: SidecarUnderTest) -> None:
     await kv.send_all(ahead(kv, 8, ref))
 
     with pytest.raises(SaveIncomplete):
-        await kv.sidecar.seal(ref, 0)
+        await kv.catalog.seal(ref, 0)
     assert kv.manifest_files() == set()
 
 
@@ -79,7 +79,7 @@ async def test_what_waits_too_long_for_its_save_goes_and_the_save_comes_all_the_
     assert kv.block_files() == set()
 
     await kv.send_all(whole(kv, ref, started_at_ms=7))
-    assert await kv.sidecar.seal(ref, 0)
+    assert await kv.catalog.seal(ref, 0)
 
 
 async def test_what_waited_too_long_for_its_save_is_not_sent_again(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ async def test_what_waited_too_long_for_its_save_is_not_sent_again(tmp_path: Pat
         await kv.catalog.collect()
 
         assert (await kv.send_all(whole(kv, ref))).missing_files == (4,)
-        assert await kv.sidecar.seal(ref, 0)
+        assert await kv.catalog.seal(ref, 0)
 
 
 async def test_a_save_has_all_its_time_however_long_what_went_ahead_has_waited(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ async def test_a_save_has_all_its_time_however_long_what_went_ahead_has_waited(t
         for block_index in prepared.missing_files:
             await kv.send(whole(kv, ref), block_index)
 
-        assert await kv.sidecar.seal(ref, 0)
+        assert await kv.catalog.seal(ref, 0)
 
 
 async def test_the_collector_leaves_what_went_ahead_alone(kv: SidecarUnderTest) -> None:
@@ -126,11 +126,11 @@ async def test_two_ranks_go_ahead_at_their_own_pace(kv: SidecarUnderTest) -> Non
     await kv.send_all(whole(kv, ref, rank=0, world_size=2))
     late = await kv.send_all(ahead(kv, 12, ref, rank=1, world_size=2))
     assert late.missing_files == (2,)
-    assert not await kv.sidecar.seal(ref, 0)
+    assert not await kv.catalog.seal(ref, 0)
     rest = await kv.send_all(whole(kv, ref, rank=1, world_size=2))
 
     assert rest.missing_files == (3, 4)
-    assert await kv.sidecar.seal(ref, 1)
+    assert await kv.catalog.seal(ref, 1)
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -168,7 +168,7 @@ async def test_a_save_goes_on_with_new_tokens_alone(kv: SidecarUnderTest) -> Non
         await kv.send(whole(kv, ref), block_index)
 
     assert (second.missing_files, last.missing_files) == ((2, 3), (4,))
-    assert await kv.sidecar.seal(ref, 0)
+    assert await kv.catalog.seal(ref, 0)
     assert await kv.load(whole(kv, ref)) == ["host"] * 5
 
 

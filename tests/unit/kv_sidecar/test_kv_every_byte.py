@@ -126,7 +126,7 @@ class EveryByte(RuleBasedStateMachine):
 
     async def _saved(self, new: NewSave) -> None:
         await self.kv.send_all(new)
-        assert await self.kv.sidecar.seal(new.cache_ref, 0)
+        assert await self.kv.catalog.seal(new.cache_ref, 0)
 
     @rule(prompt=st.sampled_from(PROMPTS), session=st.sampled_from(SESSIONS), num_sent=st.integers(0, 2))
     def begin_save(self, prompt: tuple[int, ...], session: str, num_sent: int) -> None:
@@ -150,7 +150,7 @@ class EveryByte(RuleBasedStateMachine):
         async def finished() -> None:
             for block_index in missing:
                 await self.kv.send(new, block_index)
-            assert await self.kv.sidecar.seal(ref, 0)
+            assert await self.kv.catalog.seal(ref, 0)
 
         self.do(finished)
         self.model.sealed[ref] = new

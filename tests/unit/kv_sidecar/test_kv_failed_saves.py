@@ -52,7 +52,7 @@ async def test_one_rank_that_gives_up_ends_the_save_in_any_order(kv: SidecarUnde
         rank = replace(new, rank=int(name[-1]))
         try:
             await kv.send_all(rank)
-            await kv.sidecar.seal(new.cache_ref, rank.rank)
+            await kv.catalog.seal(new.cache_ref, rank.rank)
         except ContextDeleted as exc:
             # As the connector does with whatever ends a save.
             await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, exc.code, 7))
@@ -70,7 +70,7 @@ async def test_another_attempt_under_the_same_name_is_welcome(kv: SidecarUnderTe
     await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "queue_full", 7))
     await kv.send_all(new)
     await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "queue_full", 7))
-    await kv.sidecar.seal(new.cache_ref, 0)
+    await kv.catalog.seal(new.cache_ref, 0)
     await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "queue_full", 8))
 
     assert await kv.load(new) == ["host"] * 3
@@ -111,7 +111,7 @@ async def test_a_failure_outlives_no_seal(kv: SidecarUnderTest, tmp_path: Path) 
     await kv.catalog.collect()
     late = kv.catalog.refs.get(TENANT, new.cache_ref).failure
     await kv.send_all(replace(new, started_at_ms=9))
-    await kv.sidecar.seal(new.cache_ref, 0)
+    await kv.catalog.seal(new.cache_ref, 0)
 
     assert late == "save_deadline"
     assert kv.catalog.refs.get(TENANT, new.cache_ref).failure == ""
@@ -165,7 +165,7 @@ async def test_a_second_rank_that_goes_leaves_the_first_ranks_save(
     await announcing
     for rank in (first, second):
         await kv.send_all(rank)
-        sealed = await kv.sidecar.seal(rank.cache_ref, rank.rank)
+        sealed = await kv.catalog.seal(rank.cache_ref, rank.rank)
 
     assert sealed
     assert await kv.load(first)
@@ -183,7 +183,7 @@ async def test_a_pull_in_the_millisecond_of_a_failed_turn_is_an_attempt_of_its_o
     await kv.catalog.prepare_save(replace(new, started_at_ms=8))
     await kv.catalog.abandon_save(new.cache_ref)
     await kv.send_all(replace(new, started_at_ms=8))
-    assert await kv.sidecar.seal(new.cache_ref, 0)
+    assert await kv.catalog.seal(new.cache_ref, 0)
 
 
 async def test_a_late_rank_opens_no_save_that_another_rank_may_have_ended(tmp_path: Path) -> None:

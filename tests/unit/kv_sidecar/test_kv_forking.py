@@ -49,7 +49,7 @@ async def test_a_fork_adds_no_byte_of_kv_and_loads_token_for_token(tmp_path: Pat
         before, files = kv.disk_bytes(), kv.block_files()
         for number in range(20):
             fork = fork_of(kv, save.cache_ref, session_id=f"ctx_{number}")
-            record = await kv.sidecar.fork(fork)
+            record = await kv.catalog.fork(fork)
             assert record is not None
             assert record.num_tokens == 11
             await kv.load(as_saved(save, fork))
@@ -67,7 +67,7 @@ async def test_the_last_of_a_family_frees_everything_whatever_the_order(tmp_path
             for number in range(6):
                 _, source = rng.choice(family)
                 fork = fork_of(kv, source, session_id=f"{save.session_id}.{number}")
-                assert await kv.sidecar.fork(fork)
+                assert await kv.catalog.fork(fork)
                 family.append((fork.session_id, fork.cache_ref))
             rng.shuffle(family)
             while family:
@@ -84,7 +84,7 @@ async def test_a_fork_outlives_a_restart_and_its_source(tmp_path: Path) -> None:
     async with SidecarUnderTest(tmp_path) as kv:
         save = await kv.save(TOKENS)
         fork = fork_of(kv, save.cache_ref)
-        await kv.sidecar.fork(fork)
+        await kv.catalog.fork(fork)
         await kv.catalog.delete(TENANT, SESSION, ())
     async with SidecarUnderTest(tmp_path, clock=kv.clock) as kv:
         assert kv.manifest_files() == {fork.cache_ref}
@@ -100,13 +100,13 @@ async def test_each_ends_at_its_own_time(tmp_path: Path) -> None:
     async with SidecarUnderTest(tmp_path) as kv:
         save = await kv.save(TOKENS)
         late = fork_of(kv, save.cache_ref, expires_at_ms=kv.clock.now_ms() + 3 * TTL_MS)
-        await kv.sidecar.fork(late)
+        await kv.catalog.fork(late)
         kv.clock.advance(s=TTL_MS // 1000 + 1)
         await kv.catalog.collect()
         with pytest.raises(CacheRefNotFound):
             await kv.catalog.open(TENANT, save.cache_ref)
         await kv.load(as_saved(save, late))
-        assert await kv.sidecar.touch(TENANT, late.session_id, kv.clock.now_ms() + 1000) == 1
+        assert await kv.catalog.touch(TENANT, late.session_id, kv.clock.now_ms() + 1000) == 1
         await kv.load(as_saved(save, late))
         kv.clock.advance(s=2)
         await kv.catalog.collect()
@@ -118,7 +118,7 @@ async def test_a_fork_that_grows_shares_what_it_had_and_saves_its_own_tail(tmp_p
     async with SidecarUnderTest(tmp_path) as kv:
         save = await kv.save(TOKENS)
         fork = fork_of(kv, save.cache_ref)
-        await kv.sidecar.fork(fork)
+        await kv.catalog.fork(fork)
         grown = await kv.save((*TOKENS, 90, 91), session_id=fork.session_id)
         await kv.catalog.delete(TENANT, "", (fork.cache_ref,))
         await kv.load(save)
@@ -132,9 +132,9 @@ async def test_a_fork_that_grows_shares_what_it_had_and_saves_its_own_tail(tmp_p
 async def test_the_better_source_is_taken_and_without_any_nothing_is_written(tmp_path: Path) -> None:
     async with SidecarUnderTest(tmp_path) as kv:
         old, new = await kv.save(TOKENS[:6]), await kv.save(TOKENS)
-        record = await kv.sidecar.fork(fork_of(kv, new_cache_ref(), new.cache_ref, old.cache_ref))
-        none = await kv.sidecar.fork(fork_of(kv, new_cache_ref(), session_id="ctx_none"))
-        foreign = await kv.sidecar.fork(fork_of(kv, new.cache_ref, tenant="other"))
+        record = await kv.catalog.fork(fork_of(kv, new_cache_ref(), new.cache_ref, old.cache_ref))
+        none = await kv.catalog.fork(fork_of(kv, new_cache_ref(), session_id="ctx_none"))
+        foreign = await kv.catalog.fork(fork_of(kv, new.cache_ref, tenant="other"))
 
         assert record is not None
         assert record.num_tokens == 11
@@ -146,9 +146,9 @@ async def test_kv_that_is_being_saved_is_waited_for(tmp_path: Path) -> None:
     async with SidecarUnderTest(tmp_path) as kv:
         new = new_save(TOKENS, now_ms=kv.clock.now_ms())
         await kv.send_all(new)
-        forking = asyncio.create_task(kv.sidecar.fork(fork_of(kv, new.cache_ref)))
+        forking = asyncio.create_task(kv.catalog.fork(fork_of(kv, new.cache_ref)))
         await asyncio.sleep(0)
-        await kv.sidecar.seal(new.cache_ref, 0)
+        await kv.catalog.seal(new.cache_ref, 0)
         record = await forking
 
         assert record is not None
@@ -185,7 +185,7 @@ async def test_a_fork_whose_source_is_deleted_after_it_was_read_is_none(tmp_path
 
         monkeypatch.setattr(manifests, "read", read_and_deleted)
 
-        assert await kv.sidecar.fork(fork_of(kv, save.cache_ref)) is None
+        assert await kv.catalog.fork(fork_of(kv, save.cache_ref)) is None
         assert (kv.block_files(), kv.manifest_files()) == (set(), set())
 
 
@@ -195,13 +195,13 @@ async def test_a_fork_that_was_deleted_does_not_come_back(tmp_path: Path) -> Non
         fork = fork_of(kv, save.cache_ref)
         await kv.catalog.delete(TENANT, "", (fork.cache_ref,))
         with pytest.raises(ContextDeleted):
-            await kv.sidecar.fork(fork)
+            await kv.catalog.fork(fork)
         again = fork_of(kv, save.cache_ref, session_id="ctx_again")
         kv.clock.advance(s=1)
         await kv.catalog.delete(TENANT, "ctx_again", ())
         kv.clock.advance(s=1)
 
-        assert await kv.sidecar.fork(again)  # a session of the same name that came later
+        assert await kv.catalog.fork(again)  # a session of the same name that came later
 
 
 async def test_a_name_that_is_taken_is_not_taken_over_and_a_repeat_answers_the_same(tmp_path: Path) -> None:
@@ -209,9 +209,9 @@ async def test_a_name_that_is_taken_is_not_taken_over_and_a_repeat_answers_the_s
         save, other = await kv.save(TOKENS), await kv.save(TOKENS[:4], session_id="ctx_other")
         fork = fork_of(kv, save.cache_ref)
 
-        assert await kv.sidecar.fork(fork) == await kv.sidecar.fork(fork)
+        assert await kv.catalog.fork(fork) == await kv.catalog.fork(fork)
         with pytest.raises(ContextExists):
-            await kv.sidecar.fork(replace(fork, cache_ref=other.cache_ref))
+            await kv.catalog.fork(replace(fork, cache_ref=other.cache_ref))
         await kv.load(other)
 
 
@@ -230,7 +230,7 @@ async def test_a_name_that_is_announced_while_its_fork_is_written_is_the_forks(t
         save = await kv.save(TOKENS)
         fork = fork_of(kv, save.cache_ref)
         names.append(fork.cache_ref)
-        forking = asyncio.create_task(kv.sidecar.fork(fork))
+        forking = asyncio.create_task(kv.catalog.fork(fork))
         assert await asyncio.to_thread(reached.wait, 60)
         with pytest.raises(ContextExists):
             await kv.catalog.prepare_save(
@@ -254,10 +254,10 @@ async def test_a_fork_that_the_disk_refuses_leaves_its_name_free(tmp_path: Path)
         fork = fork_of(kv, save.cache_ref)
         refuses.append(fork.cache_ref)
         with pytest.raises((StorageFull, SidecarUnavailable)):
-            await kv.sidecar.fork(fork)
+            await kv.catalog.fork(fork)
         refuses.clear()
 
-        assert await kv.sidecar.fork(fork)
+        assert await kv.catalog.fork(fork)
         await kv.load(as_saved(save, fork))
 
 
@@ -274,9 +274,9 @@ async def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
             replace(good, sources=(save.cache_ref,) * 5),
         ):
             with pytest.raises(InvalidRequest):
-                await kv.sidecar.fork(bad)
+                await kv.catalog.fork(bad)
         with pytest.raises(ContextExpired):
-            await kv.sidecar.fork(replace(good, expires_at_ms=kv.clock.now_ms()))
+            await kv.catalog.fork(replace(good, expires_at_ms=kv.clock.now_ms()))
 
         assert kv.manifest_files() == {save.cache_ref}
 
@@ -293,7 +293,7 @@ async def test_groups_windows_and_what_was_saved_at_the_prompts_end_go_along(tmp
         save = await kv.save(TOKENS, groups=GROUPS)
         at_prompt = await kv.save(TOKENS[:8], cache_ref=prompt_ref(save.cache_ref))
         fork, files = fork_of(kv, save.cache_ref), kv.block_files()
-        await kv.sidecar.fork(fork)
+        await kv.catalog.fork(fork)
         await kv.catalog.delete(TENANT, SESSION, (save.cache_ref,))
         await kv.load(as_saved(save, fork))
         await kv.load(replace(as_saved(at_prompt, fork), cache_ref=prompt_ref(fork.cache_ref)))
@@ -307,7 +307,7 @@ async def test_a_corrupt_block_takes_the_whole_family_that_holds_it(tmp_path: Pa
     async with SidecarUnderTest(tmp_path, memory_limit_bytes=0) as kv:
         save = await kv.save(TOKENS)
         fork = fork_of(kv, save.cache_ref)
-        await kv.sidecar.fork(fork)
+        await kv.catalog.fork(fork)
         path = kv.path_of(block_key(kv.plan(save), 2, 0))
         data = bytearray(path.read_bytes())
         data[-1] ^= 1

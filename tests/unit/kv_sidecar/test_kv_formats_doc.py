@@ -75,7 +75,7 @@ async def test_the_printed_reader_reads_a_fork(tmp_path: Path, reader: dict[str,
     async with SidecarUnderTest(tmp_path) as kv:
         new = await kv.save(tuple(range(18)), groups=groups)
         fork = ForkTerms(new.tenant, "ctx_fork", new_cache_ref(), (new.cache_ref,), new.expires_at_ms)
-        await kv.sidecar.fork(fork)
+        await kv.catalog.fork(fork)
         await kv.catalog.delete(new.tenant, new.session_id, ())
         plan = kv.plan(new)
     files = list(reader["read_pages"](tmp_path / "data", fork.cache_ref))
@@ -122,7 +122,7 @@ async def test_the_printed_reader_notices_bytes_the_manifest_does_not_vouch_for(
                 tuple(range(10)), now_ms=kv.clock.now_ms(), cache_ref="ref_" + "1" * 32, rank=saved, world_size=2
             )
             await kv.send_all(new)
-            await kv.sidecar.seal(new.cache_ref, saved)
+            await kv.catalog.seal(new.cache_ref, saved)
         plan = kv.plan(new)
         path = kv.path_of(block_key(plan, 1, rank))
     assert len(list(reader["read_pages"](tmp_path / "data", new.cache_ref, rank))) == 3

@@ -77,7 +77,7 @@ async def test_a_second_context_that_begins_alike_sends_only_what_is_new(
 
     assert prepared.num_files == 9
     assert prepared.missing_files == (4, 8)  # tokens 16 to 20, of each group
-    assert await kv.sidecar.seal(second.cache_ref, 0)
+    assert await kv.catalog.seal(second.cache_ref, 0)
     await kv.catalog.delete(TENANT, "ctx_1", [])
     assert kv.block_files() == set(all_keys(kv.plan(second)))
     assert len(await kv.load(second)) == 9
@@ -115,7 +115,7 @@ async def test_states_are_sent_every_time_and_each_is_its_own(kv: SidecarUnderTe
     second = new_save(TOKENS, now_ms=clock.now_ms(), groups=groups)
 
     assert (await kv.send_all(second)).missing_files == (4, 5, 6)
-    assert await kv.sidecar.seal(second.cache_ref, 0)
+    assert await kv.catalog.seal(second.cache_ref, 0)
     for new in (first, second):
         assert len(await kv.load(new)) == 7
 
@@ -124,7 +124,7 @@ async def test_every_rank_has_files_of_every_group(kv: SidecarUnderTest, clock: 
     first = new_save(TOKENS, now_ms=clock.now_ms(), world_size=2, groups=(*GROUPS, STATE))
     for rank in range(2):
         await kv.send_all(replace(first, rank=rank))
-        assert await kv.sidecar.seal(first.cache_ref, rank) is (rank == 1)
+        assert await kv.catalog.seal(first.cache_ref, rank) is (rank == 1)
 
     assert len(kv.block_files()) == 24
     for rank in range(2):
@@ -137,7 +137,7 @@ async def test_a_restart_still_has_every_file_of_every_group(tmp_path: Path, clo
         new = await kv.save(TOKENS, groups=(*GROUPS, STATE))
         manifest = await kv.catalog.open(TENANT, new.cache_ref)
         if moved:
-            assert await kv.sidecar.touch(TENANT, new.session_id, new.expires_at_ms + 1) == 1
+            assert await kv.catalog.touch(TENANT, new.session_id, new.expires_at_ms + 1) == 1
             manifest = replace(manifest, expires_at_ms=new.expires_at_ms + 1)
     async with SidecarUnderTest(tmp_path, clock=clock) as kv:
         await kv.catalog.collect()

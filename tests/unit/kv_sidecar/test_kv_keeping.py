@@ -211,7 +211,7 @@ async def test_a_collector_that_can_write_nothing_frees_all_the_same(
 
     with monkeypatch.context() as patched:
         patched.setattr(store, "_put", full)
-        assert (await kv.catalog.collect()).removed.num_manifests == 1
+        assert (await kv.catalog.collect()).num_manifests == 1
     await kv.catalog.collect()
     kv.clock.advance(ms=TTL_MS * 3 // 4)  # type: ignore[attr-defined]
     await kv.catalog.collect()

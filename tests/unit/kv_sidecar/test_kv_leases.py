@@ -141,7 +141,7 @@ async def test_a_save_in_flight_is_pending_to_its_own_tenant(kv: SidecarUnderTes
         await kv.catalog.open(TENANT, new.cache_ref)
     with pytest.raises(CacheRefNotFound) as foreign:
         await kv.catalog.open("other", new.cache_ref)
-    await kv.sidecar.seal(new.cache_ref, 0)
+    await kv.catalog.seal(new.cache_ref, 0)
 
     assert not isinstance(foreign.value, CacheRefPending)
     assert (await kv.catalog.open(TENANT, new.cache_ref)).token_ids == PROMPT

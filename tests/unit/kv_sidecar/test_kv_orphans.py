@@ -311,7 +311,7 @@ async def test_kv_touched_while_the_manager_was_asked_stays(
 ) -> None:
     """Whoever touches has a live session. Seen to fail with the drop by name alone."""
     new = await kv.save(PROMPT)
-    manager.before_answer = lambda: kv.sidecar.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS)
+    manager.before_answer = lambda: kv.catalog.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS)
     await pass_after(kv, clock, AFTER_S)
 
     assert manager.questions == [[new.cache_ref]]
@@ -344,7 +344,7 @@ async def test_a_save_in_flight_keeps_the_blocks_an_orphan_leaves(
     await kv.sidecar.collect()
     for block_index in prepared.missing_files:
         await kv.send(growing, block_index)
-    assert await kv.sidecar.seal(growing.cache_ref, 0)
+    assert await kv.catalog.seal(growing.cache_ref, 0)
 
     assert kv.manifest_files() == {growing.cache_ref}
     assert await kv.load(growing)

@@ -99,7 +99,7 @@ async def save_ranks(kv: SidecarUnderTest, world_size: int) -> list[NewSave]:
     ranks = [replace(first, rank=rank) for rank in range(world_size)]
     for new in ranks:
         await kv.send_all(new)
-        await kv.sidecar.seal(new.cache_ref, new.rank)
+        await kv.catalog.seal(new.cache_ref, new.rank)
     return ranks
 
 
@@ -123,7 +123,7 @@ async def test_forks_are_pulled_with_the_tail_of_what_they_were_forked_from_and_
         for number in range(2)
     ]
     for fork in forks:
-        assert await pair.there.sidecar.fork(fork)
+        assert await pair.there.catalog.fork(fork)
     await pair.there.catalog.delete(TENANT, SESSION, ())
     for fork in forks:
         await pair.pull(fork.cache_ref)
@@ -140,7 +140,7 @@ async def test_forks_are_pulled_with_the_tail_of_what_they_were_forked_from_and_
 async def test_a_fork_is_pulled_beside_what_it_was_forked_from(pair: Pair) -> None:
     save = await pair.there.save(PROMPT)
     fork = ForkTerms(TENANT, "ctx_fork", new_cache_ref(), (save.cache_ref,), save.expires_at_ms)
-    await pair.there.sidecar.fork(fork)
+    await pair.there.catalog.fork(fork)
     await pair.pull(save.cache_ref)
     await pair.pull(fork.cache_ref)
     for ref in (save.cache_ref, fork.cache_ref):
@@ -154,7 +154,7 @@ async def test_a_fork_is_pulled_beside_what_it_was_forked_from(pair: Pair) -> No
 async def test_kv_of_an_adapter_is_pulled_and_served_to_the_same_adapter_alone(pair: Pair) -> None:
     new = new_save(PROMPT, now_ms=pair.clock.now_ms(), fingerprint=f"{FINGERPRINT}+{'a' * 48}")
     await pair.there.send_all(new)
-    await pair.there.sidecar.seal(new.cache_ref, 0)
+    await pair.there.catalog.seal(new.cache_ref, 0)
     await pair.pull(new.cache_ref)
 
     assert await pair.here.load(new) == ["peer"] * 3

@@ -29,7 +29,7 @@ def refs_of(clock: ManualClock, *, waiters_max: int = 8) -> Refs:
 
 def save_of(ref: Ref) -> Save:
     new: NewSave = new_save((1, 2, 3), now_ms=0, cache_ref=ref.cache_ref)
-    return Save(new, 0, 0)
+    return Save(new, 0)
 
 
 async def test_a_wait_ends_with_the_phase_of_any_of_its_refs_and_no_other() -> None:
@@ -119,7 +119,7 @@ def test_a_pull_keeps_the_reason_of_a_failure_unless_it_brings_the_kv(way: str) 
     refs.end_save(ref, "queue_full", started_at_ms=7)
     refs.expect(TENANT, NAMES[:1])
     pending = (ref.phase, ref.failure)
-    pulled = Save(replace(save_of(ref).new, source="peer"), 0, 0)
+    pulled = Save(replace(save_of(ref).new, source="peer"), 0)
     if way == "broken off":
         refs.open(ref, pulled)
     if way != "absent there":

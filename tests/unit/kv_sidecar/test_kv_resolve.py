@@ -114,7 +114,7 @@ async def test_a_seal_ends_the_wait_for_kv_that_is_being_saved(pods: Pods) -> No
     await pods.here.send_all(new)
     asked = asyncio.create_task(pods.ask(new.cache_ref, pull_wait_ms=LONG_MS))
     await pods.waits(asked)
-    assert await pods.here.sidecar.seal(new.cache_ref, 0)
+    assert await pods.here.catalog.seal(new.cache_ref, 0)
     found = await asked
 
     assert found.manifest is not None
@@ -126,7 +126,7 @@ async def test_a_save_that_the_sidecar_does_not_know_yet_is_waited_for_when_the_
     asked = asyncio.create_task(pods.ask(new.cache_ref, saving=(new.cache_ref,), wait_ms=LONG_MS, pull_wait_ms=LONG_MS))
     await pods.waits(asked)
     await pods.here.send_all(new)
-    assert await pods.here.sidecar.seal(new.cache_ref, 0)
+    assert await pods.here.catalog.seal(new.cache_ref, 0)
     found = await asked
 
     assert found.manifest is not None

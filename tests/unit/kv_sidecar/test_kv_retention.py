@@ -73,7 +73,7 @@ async def test_the_order_of_use_is_known_after_a_start_as_well_as_lives_tell(tmp
             clock.advance(ms=1000)
             saved.append(await kv.save(tokens(number), session_id=f"ctx_{number}"))
         clock.advance(ms=1000)
-        await kv.sidecar.touch(TENANT, "ctx_0", clock.now_ms() + 3_600_000)
+        await kv.catalog.touch(TENANT, "ctx_0", clock.now_ms() + 3_600_000)
     async with SidecarUnderTest(tmp_path, clock=clock, disk_limit_bytes=LIMIT_BYTES) as kv:
         await kv.save(tokens(20), session_id="ctx_20")
 
@@ -167,7 +167,7 @@ async def test_a_fork_of_a_context_that_is_being_lost_is_lost_with_it(tmp_path: 
         terms = ForkTerms(TENANT, "ctx_fork", new_cache_ref(), (new.cache_ref,), new.expires_at_ms)
         key = block_key(kv.plan(new), 0, 0)
         async with kv.catalog.manifests.lock:
-            forking = asyncio.create_task(kv.sidecar.fork(terms))
+            forking = asyncio.create_task(kv.catalog.fork(terms))
             for _ in range(100):
                 await asyncio.sleep(0.001)
             losing = asyncio.create_task(kv.catalog._lose_block(key))

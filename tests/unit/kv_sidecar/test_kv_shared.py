@@ -418,7 +418,7 @@ async def test_a_new_expiry_reaches_the_store(pod, clock):
     async with pod("a") as kv:
         new = await kv.save(TEN)
         await written(kv)
-        await kv.sidecar.touch(TENANT, new.session_id, new.expires_at_ms + 10 * HOUR_S * 1000)
+        await kv.catalog.touch(TENANT, new.session_id, new.expires_at_ms + 10 * HOUR_S * 1000)
         await written(kv)
         clock.advance(s=5 * HOUR_S)
         assert (await kv.sidecar.shared.manifest(TENANT, new.cache_ref)).expires_at_ms > clock.now_ms()

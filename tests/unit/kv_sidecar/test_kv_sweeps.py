@@ -69,7 +69,7 @@ async def test_manifests_that_go_together_are_synced_once_a_directory(tmp_path: 
         await save_each(kv)
         clock.advance(ms=TTL_MS)
 
-        assert (await kv.catalog.collect()).removed.num_manifests == len(REFS)
+        assert (await kv.catalog.collect()).num_manifests == len(REFS)
         assert sum(step.startswith("sync-unlink") for step in disk.taken) == 2
         assert kv.manifest_files() == set()
         assert kv.block_files() == set()
@@ -81,13 +81,13 @@ async def test_a_removal_that_may_not_be_durable_is_made_again(tmp_path: Path) -
         new = await kv.save(TEN)
         disk.fails = "sync-unlink"
         clock.advance(ms=TTL_MS)
-        assert (await kv.catalog.collect()).removed.num_manifests == 0
+        assert (await kv.catalog.collect()).num_manifests == 0
         with pytest.raises(SidecarUnavailable):
             await kv.catalog.delete(TENANT, new.session_id, [])
         assert len(kv.block_files()) == 3
         disk.fails = ""
 
-        assert (await kv.catalog.collect()).removed.num_manifests == 1
+        assert (await kv.catalog.collect()).num_manifests == 1
         assert kv.block_files() == set()
 
 
@@ -101,7 +101,7 @@ async def test_a_seal_waits_for_a_part_of_a_sweep_only(tmp_path: Path, monkeypat
         new = new_save(TEN, now_ms=clock.now_ms())
         await kv.send_all(new)
         collecting = await disk.stands_in(kv.catalog.collect())
-        sealing = await comes_in(kv.sidecar.seal(new.cache_ref, 0))
+        sealing = await comes_in(kv.catalog.seal(new.cache_ref, 0))
         disk.go_on.set()
         await asyncio.gather(collecting, sealing)
 
@@ -116,7 +116,7 @@ async def test_what_is_touched_in_the_middle_of_a_sweep_stays(tmp_path: Path, mo
     async with SidecarUnderTest(tmp_path, step=disk) as kv:
         gone, stays = [await kv.save(TEN, cache_ref=ref, session_id=f"ctx_{ref}") for ref in sorted(REFS)[:2]]
         dropping = await disk.stands_in(kv.catalog.drop([it for it in kv.catalog.manifests if not it.is_kept]))
-        touching = await comes_in(kv.sidecar.touch(TENANT, stays.session_id, stays.expires_at_ms + 1))
+        touching = await comes_in(kv.catalog.touch(TENANT, stays.session_id, stays.expires_at_ms + 1))
         disk.go_on.set()
 
         assert (await dropping).num_manifests == await touching == 1

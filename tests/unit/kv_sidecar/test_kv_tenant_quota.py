@@ -74,7 +74,7 @@ async def test_a_save_beyond_the_limit_is_refused_and_everything_it_brought_is_f
         assert kv.catalog.tenant_usage(TENANT) == (0, limit)
         assert kv.counted("refused_saves_total", code="context_quota_exceeded") == 1
         with pytest.raises(ContextDeleted):
-            await kv.sidecar.seal(new.cache_ref, 0)
+            await kv.catalog.seal(new.cache_ref, 0)
 
 
 async def test_a_tenant_at_its_limit_hears_so_before_it_sends_anything_and_others_do_not(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ class Tenants:
         try:
             await self.kv.send_all(new)
             if seal:
-                await self.kv.sidecar.seal(new.cache_ref, 0)
+                await self.kv.catalog.seal(new.cache_ref, 0)
             else:
                 await self.kv.catalog.give_up_save(FailedSave(new.tenant, new.cache_ref, "arena_full"))
         except ContextCacheError:

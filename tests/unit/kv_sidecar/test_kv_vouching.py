@@ -115,7 +115,7 @@ async def test_a_manifest_names_the_checksum_of_every_stored_file(tmp_path: Path
         for rank in (1, 0):
             new = new_save(TEN, now_ms=kv.clock.now_ms(), cache_ref="ref_" + "1" * 32, rank=rank, world_size=2)
             await kv.send_all(new)
-            await kv.sidecar.seal(new.cache_ref, rank)
+            await kv.catalog.seal(new.cache_ref, rank)
         manifest = await kv.catalog.open(TENANT, new.cache_ref)
 
         stored = [
@@ -140,7 +140,7 @@ async def test_of_two_saves_that_send_the_same_block_the_first_bytes_stay(tmp_pa
                 for index in range(3):
                     await kv.send(new, index, fill=n)
         for new in saves:
-            assert await kv.sidecar.seal(new.cache_ref, 0)
+            assert await kv.catalog.seal(new.cache_ref, 0)
         served = [await fills(kv, new) for new in saves]
 
         assert served[0][:2] == served[1][:2]
@@ -159,7 +159,7 @@ async def test_the_later_bytes_are_compared_before_they_are_dropped(tmp_path: Pa
 
         with pytest.raises(CorruptBlock):
             await kv.catalog.take_block(second.cache_ref, 0, 0, flipped)
-        assert await kv.sidecar.seal(first.cache_ref, 0)
+        assert await kv.catalog.seal(first.cache_ref, 0)
         assert await kv.load(first)
 
 
@@ -174,7 +174,7 @@ async def test_a_stored_block_nobody_vouches_for_is_sent_again(tmp_path: Path) -
         new = new_save(TEN, now_ms=kv.clock.now_ms())
 
         assert (await kv.send_all(new)).missing_files == (0, 1, 2)
-        assert await kv.sidecar.seal(new.cache_ref, 0)
+        assert await kv.catalog.seal(new.cache_ref, 0)
         assert await kv.load(new)
 
 
@@ -188,7 +188,7 @@ async def test_spared_blocks_of_a_context_that_misses_one_are_counted_on(tmp_pat
         again = new_save(TEN, now_ms=kv.clock.now_ms())
 
         assert (await kv.send_all(again)).missing_files == (1, 2)
-        assert await kv.sidecar.seal(again.cache_ref, 0)
+        assert await kv.catalog.seal(again.cache_ref, 0)
         assert await kv.load(again)
 
 
@@ -216,7 +216,7 @@ async def test_a_context_with_many_wrong_blocks_is_whole_after_one_save(tmp_path
         again = new_save(TEN, now_ms=kv.clock.now_ms())
 
         assert (await kv.send_all(again)).missing_files == (0, 1, 2)
-        assert await kv.sidecar.seal(again.cache_ref, 0)
+        assert await kv.catalog.seal(again.cache_ref, 0)
         assert await kv.load(again)
 
 
@@ -231,7 +231,7 @@ async def test_a_manifest_of_the_release_before_is_served_and_its_blocks_are_sen
         assert await kv.load(old)
         first = new_save(TEN, now_ms=kv.clock.now_ms())
         assert (await kv.send_all(first)).missing_files == (0, 1, 2)
-        assert await kv.sidecar.seal(first.cache_ref, 0)
+        assert await kv.catalog.seal(first.cache_ref, 0)
 
         assert (await kv.send_all(new_save(TEN, now_ms=kv.clock.now_ms()))).missing_files == (2,)
         assert await kv.load(first)
@@ -248,7 +248,7 @@ async def test_manifests_that_contradict_each_other_vouch_for_nothing_until_it_i
         assert await kv.load(right) == ["disk"]
         new = new_save(TEN[:4], now_ms=kv.clock.now_ms())
         assert (await kv.send_all(new)).missing_files == (0,)
-        assert await kv.sidecar.seal(new.cache_ref, 0)
+        assert await kv.catalog.seal(new.cache_ref, 0)
         assert await kv.load(new) == ["disk"]
         with pytest.raises(CorruptBlock):
             await kv.load(wrong)
