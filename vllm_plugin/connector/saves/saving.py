@@ -243,10 +243,12 @@ class Saver:
 
     def drain(self, ends_at_s: float) -> None:
         """Let saves end by themselves until `ends_at_s`, by `time.monotonic`."""
-        for pool in (self.copying, self.uploads):
-            # A piece of work that ends may begin the next one of its save.
-            while pool.has_work and (remaining_s := ends_at_s - time.monotonic()) > 0:
-                pool.drain(remaining_s)
+        # Work begins the next piece of its save before it ends: an early part the copying of the last one, and that its
+        # hand-over. In this order no piece is overlooked.
+        pools = (self.uploads, self.copying, self.uploads)
+        while any(pool.has_work for pool in pools) and time.monotonic() < ends_at_s:
+            for pool in pools:
+                pool.drain(max(ends_at_s - time.monotonic(), 0))
 
     def close(self) -> None:
         """End the copying threads, once their copies have ended, and forget all saves."""

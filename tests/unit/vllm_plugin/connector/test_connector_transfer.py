@@ -189,6 +189,36 @@ def test_a_save_in_flight_at_shutdown_is_sealed(start_engine: Callable[..., Engi
     assert list(engine.sidecar.manifests) == [A]
 
 
+def test_a_save_whose_last_part_waits_for_an_early_one_at_shutdown_is_sealed(
+    start_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing: the threads that copy were looked at first, and had nothing to do yet."""
+    engine = start_engine(extra={"early_saves": "on"})
+    side, sidecar, looked_at = engine.loop.worker.worker_side, engine.sidecar, list[str]()
+    gates = {"uploads": "prepare_save", "saves": "extend_save"}
+    for name, pool in {"uploads": side._upload_pool, "saves": side._save_pool}.items():
+        sidecar.hang[gates[name]] = threading.Event()
+
+        def drain(timeout_s: float, name: str = name, drain: Callable[[float], None] = pool.drain) -> None:
+            looked_at.append(name)
+            sidecar.hang[gates[name]].set()
+            drain(timeout_s)
+
+        monkeypatch.setattr(pool, "drain", drain)
+    sidecar.close = lambda: setattr(sidecar, "down", True)
+    engine.loop.add("save", list(range(1, 901)), params=transfer(save=A))
+    while "save" not in engine.loop.finished:
+        engine.loop.step()
+    engine.loop.step()
+    sidecar.wait_for("prepare_save")
+
+    engine.loop.worker.shutdown()
+
+    assert looked_at[:2] == ["uploads", "saves"]
+    assert list(sidecar.manifests) == [A]
+    sidecar.down = False
+
+
 def test_a_seal_that_hangs_does_not_hold_up_the_shutdown(start_engine: Callable[..., Engine]) -> None:
     engine = start_engine(bounds={"shutdown_deadline_ms": 200})
     gate = engine.sidecar.hang["seal"] = threading.Event()
