@@ -296,7 +296,8 @@ class Tiers:
     async def free(self, keys: Iterable[BlockKey]) -> int:
         """Remove from both tiers every block that may go; return the bytes freed on disk.
 
-        A block that is being written, read, or removed by another call is waited for, and is gone too.
+        A block that is being written, read, or removed by another call is waited for, and is gone too, unless
+        something refers to it.
         """
         freed_bytes, waiting = 0, dict.fromkeys(keys)
         while waiting:
@@ -304,7 +305,7 @@ class Tiers:
             blocks = [self.blocks.get(key) for key in waiting]
             doomed = [block for block in blocks if block.may_go(now_ms)]
             # This stands before the removal. A step may end during it, and its block must be looked at again.
-            waiting = {block.key: None for block in blocks if block.over is not None}
+            waiting = {block.key: None for block in blocks if block.over is not None and not block.refs}
             freed_bytes += await self._remove(doomed) if doomed else 0
             if waiting:
                 await self.blocks.settled(next(iter(waiting)))

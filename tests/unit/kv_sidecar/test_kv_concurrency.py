@@ -130,3 +130,16 @@ async def test_a_delete_removes_a_block_whose_step_ends_during_the_removal_of_ot
         await kv.catalog.delete(TENANT, new.session_id, [])
 
         assert kv.block_files() == set()
+
+
+async def test_a_delete_does_not_wait_for_the_reads_of_blocks_that_another_context_has(tmp_path: Path) -> None:
+    """Seen failing: it waited for a moment in which nobody read them."""
+    async with SidecarUnderTest(tmp_path) as kv:
+        stays, goes = [await kv.save((*range(8), last), session_id=f"ctx_{last}") for last in (91, 92)]
+        shared = kv.blocks.get(all_keys(kv.plan(stays))[0])
+        assert shared is not None
+        with kv.blocks.step("read", shared):
+            async with asyncio.timeout(30):
+                await kv.catalog.delete(TENANT, goes.session_id, [])
+
+        assert kv.block_files() == set(all_keys(kv.plan(stays)))
