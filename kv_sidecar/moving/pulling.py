@@ -352,6 +352,9 @@ class Pulls:
                 continue
             if wanted.prefix is None:
                 self.catalog.refs.expect_no_more(wanted.tenant, [ref for ref in wanted.cache_refs if ref != cache_ref])
+                # Another pull may fetch the others by the time this one ends.
+                if (task := asyncio.current_task()) is not None:
+                    self._tasks[task] = replace(wanted, cache_refs=(cache_ref,))
             return manifest
         raise missed
 

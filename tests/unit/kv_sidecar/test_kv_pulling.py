@@ -635,3 +635,21 @@ async def test_a_pull_that_is_broken_off_before_it_began_is_expected_no_more(pai
 
     assert not pair.here.catalog.holds(TENANT, new.cache_ref)
     assert pair.here.sidecar.pulls.num_pulls == 0
+
+
+async def test_the_end_of_a_pull_leaves_kv_expected_that_another_pull_fetches_by_now(pair: Pair) -> None:
+    """Seen failing: the first pull had taken the newer KV, and at its end readers of the older KV were told of a miss."""
+    older, newer = await pair.there.save(PROMPT[:9]), await pair.there.save(PROMPT)
+    pair.peer.hold_block.clear()
+    assert pair.start(newer.cache_ref, older.cache_ref) == STARTED
+    await pair.peer.arrived.wait()
+    pair.peer.hold_manifest.clear()
+    assert pair.start(older.cache_ref) == STARTED
+    pair.peer.hold_block.set()
+    await until(lambda: pair.here.sidecar.pulls.num_pulls == 1, what="the first pull has ended")
+
+    assert pair.here.catalog.holds(TENANT, newer.cache_ref)
+    assert pair.here.catalog.holds(TENANT, older.cache_ref)
+    pair.peer.hold_manifest.set()
+    await pair.ended()
+    assert await pair.here.catalog.open(TENANT, older.cache_ref)
