@@ -29,12 +29,12 @@ from contextcache.process.logs import show_logs_of
 from contextcache.process.settings import read_secret
 from kv_sidecar.client import EngineSidecarClient, open_arena
 from vllm_plugin.connector.engine_check import LayerGroup, UncarriedEngine, carried_groups
-from vllm_plugin.connector.identity.adapters import AdapterWord, are_mixed_up
+from vllm_plugin.connector.identity.adapters import AdapterWord
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.scheduler_side import SchedulerSide
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, MonotonicClock
-from vllm_plugin.connector.spin import is_alone, sleep_soon
+from vllm_plugin.connector.spin import sleep_soon
 from vllm_plugin.connector.telemetry import ConnectorPromMetrics, ConnectorStats, hit_source
 from vllm_plugin.connector.worker_side import WorkerSide
 
@@ -90,17 +90,19 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     clock: ClassVar[Clock] = MonotonicClock()
     """Clock of all deadlines; tests set their own."""
+    _side: SchedulerSide | WorkerSide
+    scheduler_side: SchedulerSide
+    """The half in the scheduler; workers have none."""
+    worker_side: WorkerSide
+    """The half in a worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raise ValueError for settings that cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
         show_logs_of("vllm_plugin")
-        device = str(vllm_config.device_config.device_type)
-        sleep_soon(device)
+        sleep_soon(str(vllm_config.device_config.device_type))
         self._settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         secret = _read_secret(self._settings)
-        self._scheduler_side: SchedulerSide | None = None
-        self._worker_side: WorkerSide | None = None
         self._ended_saves: set[str] = set()
         self._uncarried: UncarriedEngine | None = None
         groups: Sequence[LayerGroup] = ()
@@ -109,20 +111,18 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         except UncarriedEngine as exc:
             self._uncarried = exc
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler_side = SchedulerSide(
+            self._side = self.scheduler_side = SchedulerSide(
+                vllm_config,
                 self._settings,
                 secret,
                 self.connect_sidecar,
                 clock=self.clock,
-                device=device,
-                mixes_adapters=are_mixed_up(vllm_config),
-                may_idle=is_alone(vllm_config),
                 reads_unheld=not _zeroes_early(vllm_config, kv_cache_config),
             )
             if self._uncarried is not None:
-                self._scheduler_side.leave_alone(self._uncarried.reason, self._uncarried.text)
+                self.scheduler_side.leave_alone(self._uncarried.reason, self._uncarried.text)
         else:
-            self._worker_side = WorkerSide(
+            self._side = self.worker_side = WorkerSide(
                 vllm_config,
                 kv_cache_config.num_blocks,
                 groups,
@@ -140,18 +140,6 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         """Borrow the sidecar's arena, as `connect_sidecar` is called. Raises OSError."""
         return open_arena(self._settings.sidecar, on_gone)
 
-    @property
-    def scheduler_side(self) -> SchedulerSide:
-        """The half in the scheduler."""
-        assert self._scheduler_side is not None, "called in the scheduler"
-        return self._scheduler_side
-
-    @property
-    def worker_side(self) -> WorkerSide:
-        """The half in a worker."""
-        assert self._worker_side is not None, "called in a worker"
-        return self._worker_side
-
     # Both
 
     @property
@@ -168,15 +156,11 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @override
     def shutdown(self) -> None:
-        for side in (self._scheduler_side, self._worker_side):
-            if side is not None:
-                side.shutdown()
+        self._side.shutdown()
 
     @override
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        side = self._scheduler_side or self._worker_side
-        assert side is not None, "one half is always there"
-        counts = side.counters.take_fresh()
+        counts = self._side.counters.take_fresh()
         return ConnectorStats.from_counts(counts) if counts else None
 
     @classmethod
@@ -250,7 +234,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     @override
     def reset_cache(self) -> bool | None:
         """Answer `reset_prefix_cache(reset_connector=True)`: pause, sleep and weight updates call it."""
-        return self._scheduler_side is None or self._scheduler_side.reset()
+        return isinstance(self._side, WorkerSide) or self._side.reset()
 
     # Worker
 

@@ -20,18 +20,18 @@ from contextcache.identity import COMPUTED_SOON, KV_TRANSFER_KEY, SOON_MS, KVTra
 from contextcache.model import CacheRef, Manifest
 from contextcache.phases import Phases
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.client import pack_token_ids, restorable_tokens
+from kv_sidecar.client import restorable_tokens
 from vllm_plugin.connector.engine_check import NULL_BLOCK
-from vllm_plugin.connector.identity.adapters import UNKNOWN, KnownAdapters
+from vllm_plugin.connector.identity.adapters import UNKNOWN, KnownAdapters, are_mixed_up
 from vllm_plugin.connector.identity.fingerprint import EngineIdentity
 from vllm_plugin.connector.loads.load_estimate import LoadEstimate
 from vllm_plugin.connector.loads.lookup import Lookup, Lookups, Match, PendingSaves
 from vllm_plugin.connector.metadata import Adapter, LoadPlan, RankFacts, SavePlan, load_pieces
 from vllm_plugin.connector.reporting import Reporter
-from vllm_plugin.connector.saves.running import RunningSaves
+from vllm_plugin.connector.saves.running import RunningSaves, kept_blocks, save_plan, started_at_ms
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Connect, LazySidecar
-from vllm_plugin.connector.spin import IdleEngine
+from vllm_plugin.connector.spin import IdleEngine, is_alone
 from vllm_plugin.connector.telemetry import Counters, connector_tracer
 
 log = logging.getLogger(__name__)
@@ -129,24 +129,22 @@ class SchedulerSide:
     `match` and `idle_wait_s` take a moment while there is nothing to compute (spin.py).
     """
 
-    def __init__(  # noqa: PLR0913  # what an engine is, by name
+    def __init__(
         self,
+        vllm_config: Any,
         settings: ConnectorSettings,
         secret: bytes,
         connect: Connect,
         *,
         clock: Clock,
-        device: str = "cpu",
-        mixes_adapters: bool = False,
-        may_idle: bool = False,
-        reads_unheld: bool = True,
+        reads_unheld: bool,
     ) -> None:
-        """`device`: the engine's kind of device, such as `cuda`. `mixes_adapters`: see `adapters.are_mixed_up`.
+        """`reads_unheld`: whether the worker may copy blocks that the engine does not hold for it.
 
-        `may_idle`: whether a step that computes nothing may take a moment. `reads_unheld`: whether the worker may copy
-        blocks that the engine does not hold for it, because it hears in time when they are reused.
+        It may where it hears in time when they are reused.
         """
-        self._mixes_adapters = mixes_adapters
+        device = str(vllm_config.device_config.device_type)
+        self._mixes_adapters = are_mixed_up(vllm_config)
         self._reads_unheld = reads_unheld
         self._settings = settings
         self._secret = secret
@@ -159,7 +157,7 @@ class SchedulerSide:
         self._requests: dict[str, Load] = {}
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
-        self.idle = IdleEngine(may_wait=may_idle)
+        self.idle = IdleEngine(may_wait=is_alone(vllm_config))
         self._running = RunningSaves(sends_ahead=settings.sends_ahead(device))
         self.adapters = KnownAdapters()
         # A CPU engine computes a few tokens in that time: there all of a context's are loaded.
@@ -264,7 +262,7 @@ class SchedulerSide:
         load.adapter_by_ms = 0
         if isinstance(found, Adapter):
             load.adapter = found
-            self._start(load, _facts_with(facts, found))
+            self._start(load, replace(facts, fingerprint=found.key(facts.fingerprint)))
         else:
             # KV computed from the first token may still be saved: its adapter is known at the end.
             load.give_up(found or UNKNOWN)
@@ -272,7 +270,7 @@ class SchedulerSide:
 
     def _leave_out(self, load: Load, reason: str) -> None:
         """Neither save nor load anything of a request."""
-        load.is_uncarried, load.reason = True, reason
+        load.is_uncarried = True
         if PHASES.allows(load.phase, "give up"):
             load.give_up(reason)
         self.counters.add("unsupported_requests", reason)
@@ -369,7 +367,7 @@ class SchedulerSide:
         found = load.found
         assert self._facts is not None, "tokens were promised by a known rank"
         assert found.manifest is not None, "tokens were promised from a manifest"
-        facts, manifest = _facts_with(self._facts, load.adapter), found.manifest
+        facts, manifest = self._facts, found.manifest
         plan = LoadPlan(
             engine_request_id=request.request_id,
             # A preempted request loads again, but its prompt's receipt is already written.
@@ -400,7 +398,7 @@ class SchedulerSide:
         """Return this step's work: loads, saves, and the saves whose blocks it may compute into."""
         for plan in self._running.observe(scheduler_output, self._facts, self._is_loading):
             if plan.early or self._pending_saves.add(plan.cache_ref):
-                self._saves.append(self._with_adapter(plan))
+                self._saves.append(_with_adapter(plan, self._requests[plan.engine_request_id].adapter))
         scheduled = scheduler_output.num_scheduled_tokens
         in_prompts = sum(count for count in scheduled.values() if count > _DECODED_TOKENS)
         self._estimate.step(in_prompts, self._clock.now_ms(), scheduled)
@@ -414,12 +412,6 @@ class SchedulerSide:
         loads = self._requests.values()
         is_loading = any(load.phase is LoadPhase.LOADING for load in loads)
         return self.idle.wait_s((load.lookup for load in loads), is_loading=is_loading)
-
-    def _with_adapter(self, plan: SavePlan) -> SavePlan:
-        load = self._requests.get(plan.engine_request_id)
-        if load is None or load.adapter is None:
-            return plan
-        return replace(plan, fingerprint=load.adapter.key(plan.fingerprint), adapter=load.adapter)
 
     def _is_loading(self, request_id: str) -> bool:
         load = self._requests.get(request_id)
@@ -530,27 +522,20 @@ class SchedulerSide:
         if again is not None:
             self._saved_again.add(again)
             self.counters.add("lost_contexts")
-        first = self._running.planned_tokens(request.request_id)
-        return SavePlan(
-            engine_request_id=request.request_id,
-            tenant=load.transfer.tenant,
-            session_id=load.transfer.session_id,
+        plan = save_plan(
+            request,
+            load.transfer,
+            facts,
+            kept_blocks(facts.groups, block_ids, num_tokens),
             cache_ref=cache_ref,
-            expires_at_ms=load.transfer.expires_at_ms,
-            started_at_ms=_started_at_ms(request),
-            first_token=first,
-            token_ids=pack_token_ids(request.all_token_ids[first:num_tokens]),
-            groups=facts.groups,
-            block_ids=_kept_ids(facts, num_tokens, block_ids),
-            fingerprint=_facts_with(facts, load.adapter).fingerprint,
-            traceparent=load.transfer.traceparent,
-            adapter=load.adapter,
+            tokens=slice(self._running.planned_tokens(request.request_id), num_tokens),
         )
+        return _with_adapter(plan, load.adapter)
 
     def _abandon(self, request: Any, transfer: KVTransfer, reason: str) -> None:
         """Have the sidecar know that a request that was to be saved is not, and why."""
         if transfer.save is not None:
-            self._reporter.abandon_save(transfer.tenant, transfer.save, reason, started_at_ms=_started_at_ms(request))
+            self._reporter.abandon_save(transfer.tenant, transfer.save, reason, started_at_ms=started_at_ms(request))
 
     def _lost_ref(self, load: Load) -> CacheRef | None:
         """Return the name of KV that is gone and that only this request brings back; None: there is none."""
@@ -562,22 +547,13 @@ class SchedulerSide:
         return first if first in found.missing and first not in self._saved_again else None
 
 
-def _facts_with(facts: RankFacts, adapter: Adapter | None) -> RankFacts:
-    """Return the facts with the fingerprint of a request's adapter."""
-    return facts if adapter is None else replace(facts, fingerprint=adapter.key(facts.fingerprint))
+def _with_adapter(plan: SavePlan, adapter: Adapter | None) -> SavePlan:
+    return plan if adapter is None else replace(plan, fingerprint=adapter.key(plan.fingerprint), adapter=adapter)
 
 
 def _size_bytes(manifest: Manifest, num_tokens: int) -> int:
     """Return about how many bytes so many of a context's tokens have."""
     return manifest.size_bytes * num_tokens // max(len(manifest.token_ids), 1)
-
-
-def _kept_ids(facts: RankFacts, num_tokens: int, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the engine blocks of each group that the token after `num_tokens` needs: vLLM keeps no others."""
-    return tuple(
-        tuple(ids[group.first_needed(num_tokens) : group.num_positions(num_tokens)])
-        for group, ids in zip(facts.groups, block_ids, strict=True)
-    )
 
 
 def _obstacle(load: Load, facts: RankFacts, num_tokens: int, block_ids: Sequence[Sequence[int]]) -> str:
@@ -595,9 +571,4 @@ def _obstacle(load: Load, facts: RankFacts, num_tokens: int, block_ids: Sequence
         # A state is of exactly the tokens that were computed, and a step may be in flight when a request is stopped.
         if group.kind == "state" and request.num_computed_tokens != num_tokens:
             return "state_ahead"
-    return "null_block" if any(NULL_BLOCK in ids for ids in _kept_ids(facts, num_tokens, block_ids)) else ""
-
-
-def _started_at_ms(request: Any) -> int:
-    """Return when the engine was given a request, Unix time in ms."""
-    return int(request.arrival_time * 1000)
+    return "null_block" if any(NULL_BLOCK in ids for ids in kept_blocks(facts.groups, block_ids, num_tokens)) else ""

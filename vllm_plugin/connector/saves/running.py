@@ -12,7 +12,7 @@ before anything is computed into them, the worker is told, and drops the blocks 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from contextcache.identity import KVTransfer
@@ -119,7 +119,7 @@ class RunningSaves:
         first = watched.planned_tokens
         if tables is None or watched.in_flight or num_tokens < first + _EARLY_TOKENS_MIN:
             return None
-        return self._plan(watched, facts, (tuple(tables[0][first // size : num_tokens // size]),), num_tokens)
+        return _next_plan(watched, facts, (tuple(tables[0][first // size : num_tokens // size]),), num_tokens)
 
     def _checkpoint(
         self, request_id: str, watched: _Watched, tables: Sequence[Sequence[int]] | None, facts: RankFacts
@@ -128,37 +128,50 @@ class RunningSaves:
         if watched.request.num_computed_tokens < num_tokens:
             return None
         # Without tables, vLLM may have taken a request's blocks in a step in which it then had no room for it.
-        held = () if tables is None else _blocks_of_prompt(facts.groups, tables, num_tokens)
+        held = () if tables is None else kept_blocks(facts.groups, tables, num_tokens)
         if not watched.checkpoint and held and not any(NULL_BLOCK in ids for ids in held):
             watched.checkpoint = held
-            return self._plan(watched, facts, held, num_tokens)
+            return _next_plan(watched, facts, held, num_tokens)
         if watched.checkpoint and watched.checkpoint != held:
             self.end(request_id)
         return None
 
-    def _plan(self, watched: _Watched, facts: RankFacts, block_ids: BlockIds, num_tokens: int) -> SavePlan:
-        request, transfer, first = watched.request, watched.transfer, watched.planned_tokens
-        plan = SavePlan(
-            engine_request_id=request.request_id,
-            tenant=transfer.tenant,
-            session_id=transfer.session_id,
-            cache_ref=watched.cache_ref,
-            expires_at_ms=transfer.expires_at_ms,
-            started_at_ms=int(request.arrival_time * 1000),
-            first_token=first,
-            token_ids=pack_token_ids(request.all_token_ids[first:num_tokens]),
-            groups=facts.groups,
-            block_ids=block_ids,
-            fingerprint=facts.fingerprint,
-            traceparent=transfer.traceparent,
-            holds_blocks=False,
-            early=not watched.checkpoint,
-        )
-        watched.planned_tokens, watched.in_flight = num_tokens, plan.name
-        return plan
+
+def _next_plan(watched: _Watched, facts: RankFacts, block_ids: BlockIds, num_tokens: int) -> SavePlan:
+    tokens = slice(watched.planned_tokens, num_tokens)
+    plan = save_plan(watched.request, watched.transfer, facts, block_ids, cache_ref=watched.cache_ref, tokens=tokens)
+    plan = replace(plan, holds_blocks=False, early=not watched.checkpoint)
+    watched.planned_tokens, watched.in_flight = num_tokens, plan.name
+    return plan
 
 
-def _blocks_of_prompt(groups: Sequence[EngineGroup], tables: Sequence[Sequence[int]], num_tokens: int) -> BlockIds:
+def save_plan(
+    request: Any, transfer: KVTransfer, facts: RankFacts, block_ids: BlockIds, *, cache_ref: CacheRef, tokens: slice
+) -> SavePlan:
+    """Return the plan of a request's save, or of a part of it: of these tokens, in these blocks."""
+    return SavePlan(
+        engine_request_id=request.request_id,
+        tenant=transfer.tenant,
+        session_id=transfer.session_id,
+        cache_ref=cache_ref,
+        expires_at_ms=transfer.expires_at_ms,
+        started_at_ms=started_at_ms(request),
+        first_token=tokens.start,
+        token_ids=pack_token_ids(request.all_token_ids[tokens]),
+        groups=facts.groups,
+        block_ids=block_ids,
+        fingerprint=facts.fingerprint,
+        traceparent=transfer.traceparent,
+    )
+
+
+def started_at_ms(request: Any) -> int:
+    """Return when the engine was given a request, Unix time in ms."""
+    return int(request.arrival_time * 1000)
+
+
+def kept_blocks(groups: Sequence[EngineGroup], tables: Sequence[Sequence[int]], num_tokens: int) -> BlockIds:
+    """Return the engine blocks of each group that the token after `num_tokens` needs: vLLM keeps no others."""
     return tuple(
         tuple(ids[group.first_needed(num_tokens) : group.num_positions(num_tokens)])
         for group, ids in zip(groups, tables, strict=True)
