@@ -110,7 +110,7 @@ class Load:
     def give_up(self, reason: str) -> None:
         """Load nothing for this request."""
         if self.lookup is not None:
-            self.lookup.cancel()
+            self.lookup.future.cancel()
         self.move("give up")
         self.reason = reason
 
@@ -445,7 +445,7 @@ class SchedulerSide:
         if load is None:
             return False
         if load.lookup is not None:
-            load.lookup.cancel()
+            load.lookup.future.cancel()
         plan = self._save_plan(request, load, block_ids)
         self._running.end(request.request_id, is_held=plan is not None)
         if plan is None:

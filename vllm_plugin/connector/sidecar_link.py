@@ -100,6 +100,9 @@ class Terms:
 class RankLink:
     """A worker rank's standing with the sidecar: introduced, with its terms, or not (yet, or again)."""
 
+    facts: RankFacts
+    """Facts of this rank, from `introduce` on."""
+
     def __init__(self, sidecar: LazySidecar, open_arena: OpenArena, clock: Clock, counters: Counters) -> None:
         self.sidecar = sidecar
         self._open_arena = open_arena
@@ -109,7 +112,6 @@ class RankLink:
         """Held for a handshake: seconds."""
         self._changing = threading.Lock()
         """Held for a few lines, by the engine's thread too."""
-        self._facts: RankFacts | None = None
         self._terms: Terms | None = None
         self._arena: Arena | None = None
         """Outlives terms that are in doubt."""
@@ -121,13 +123,7 @@ class RankLink:
     def introduce(self, facts: RankFacts) -> None:
         """Set the facts of the next handshake, and forget the terms of the last one. Never waits."""
         with self._changing:
-            self._facts, self._terms = facts, None
-
-    @property
-    def facts(self) -> RankFacts:
-        """Facts of this rank."""
-        assert self._facts is not None, "register_kv_caches came first"
-        return self._facts
+            self.facts, self._terms = facts, None
 
     @property
     def terms_now(self) -> Terms | None:
@@ -137,7 +133,7 @@ class RankLink:
             return None
         return terms
 
-    def lost(self, terms: Terms | None) -> None:
+    def lost(self, terms: Terms | None, *, keeps_arena: bool = False) -> None:
         """Forget these terms, and let go of their arena once no thread uses it. Harmless for terms of the past.
 
         A sidecar that has ended cannot free that memory, and comes back with another arena. A late answer may have lent
@@ -146,7 +142,7 @@ class RankLink:
         with self._changing:
             if terms is not None and self._terms is terms:
                 self._terms = None
-            if terms is not None and self._arena is terms.arena:
+            if terms is not None and self._arena is terms.arena and not keeps_arena:
                 self._arena = None
 
     def doubt(self, error: ContextCacheError, terms: Terms | None) -> None:
@@ -160,8 +156,7 @@ class RankLink:
             return
         now_ms = self._clock.now_ms()
         if is_late(error):
-            with self._changing:
-                self._terms = None if self._terms is terms else self._terms
+            self.lost(terms, keeps_arena=True)
         elif is_unanswered(error) or now_ms >= self._doubted_at_ms + _LONGEST_PAUSE_MS:
             self._doubted_at_ms = now_ms
             self.lost(terms)
@@ -215,7 +210,7 @@ class RankLink:
         terms = Terms(answer.block_tokens, answer.block_size_bytes_max, arena)
         with self._changing:
             self._arena = arena
-            if self._facts is facts:
+            if self.facts is facts:
                 self._terms = terms
         return terms
 

@@ -61,7 +61,6 @@ class IdleEngine:
         wait_s = asked_at_s + _MATCH_WAIT_S - time.monotonic()
         if found is not None or wait_s <= 0 or self.ready or not self.may_wait:
             return found
-        assert lookup.future is not None, "a look-up without a thread has its answer"
         wait([lookup.future], wait_s)
         return lookup.result(now_ms)
 
@@ -78,6 +77,6 @@ class IdleEngine:
             return 0.0
         if is_loading:
             return _IDLE_WAIT_S
-        asked = [lookup.future for lookup in lookups if lookup is not None and lookup.future is not None]
-        wait([future for future in asked if not future.done()], _IDLE_WAIT_S, FIRST_COMPLETED)
+        asked = [lookup.future for lookup in lookups if lookup is not None and not lookup.future.done()]
+        wait(asked, _IDLE_WAIT_S, FIRST_COMPLETED)
         return 0.0

@@ -88,10 +88,8 @@ class LoadEstimate:
         """Tokens of the step that set the rate."""
         self._speeds: dict[pb.Tier.ValueType, _Speed] = {}
         self._begun: dict[str, _Begun] = {}
-        self._steps: deque[tuple[int, int]] = deque(maxlen=2)
-        """The last two: when each was ordered, and how many tokens of prompts it has."""
-        self._requests: frozenset[str] = frozenset()
-        """Requests of the last step."""
+        self._steps: deque[tuple[int, int, frozenset[str]]] = deque(maxlen=2)
+        """The last two: when each was ordered, how many tokens of prompts it has, and its requests."""
 
     def step(self, num_tokens: int, now_ms: int, requests: Collection[str]) -> None:
         """Note that a step is ordered that computes so many tokens of prompts, and for which requests.
@@ -101,14 +99,13 @@ class LoadEstimate:
         makes a prompt of several steps look half as fast as it is, at worst: then a load is made that takes up to twice
         as long.
         """
-        if self._requests.isdisjoint(requests):
+        if self._steps and self._steps[-1][2].isdisjoint(requests):
             self._steps.clear()
-        self._requests = frozenset(requests)
         if len(self._steps) == self._steps.maxlen:
-            began_ms, before = self._steps[0]
+            began_ms, before, _ = self._steps[0]
             if before >= _LARGE_STEP_TOKENS and now_ms > began_ms:
                 self._computed(before, before / (now_ms - began_ms))
-        self._steps.append((now_ms, num_tokens))
+        self._steps.append((now_ms, num_tokens, frozenset(requests)))
 
     def _computed(self, num_tokens: int, tokens_per_ms: float) -> None:
         """Take a step's rate. On a GPU a small one takes as long as one of a token: it raises only."""

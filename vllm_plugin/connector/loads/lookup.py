@@ -88,26 +88,19 @@ class Lookup:
     """One request's question, in flight or answered."""
 
     def __init__(self, deadline_ms: int) -> None:
-        self.future: Future[None] | None = None
-        """Done once the thread that asks has ended; None: the queue was full."""
+        self.future = Future[None]()
+        """Done once the thread that asks has ended."""
         self.answer: Match | None = None
         self.deadline_ms = deadline_ms
 
     def result(self, now_ms: int) -> Match | None:
         """Return the match, None while it may still come, or a miss after the deadline. Never waits."""
-        if self.future is None:
-            return Match(None, reason="queue_full")
         is_done = self.future.done()  # read before the answer, which the thread sets first
         if self.answer is not None:
             return self.answer
         if is_done:
             return Match(None, reason="internal_error")
         return Match(None, reason="manifest_deadline") if now_ms >= self.deadline_ms else None
-
-    def cancel(self) -> None:
-        """Forget the question if no thread has begun."""
-        if self.future is not None:
-            self.future.cancel()
 
 
 class Lookups:
@@ -170,7 +163,11 @@ class Lookups:
                 span.set_attribute("contextcache.reason", found.reason)
             lookup.answer = found
 
-        lookup.future = self._pool.try_submit(ask)
+        if (future := self._pool.try_submit(ask)) is not None:
+            lookup.future = future
+        else:
+            lookup.answer = Match(None, reason="queue_full")
+            lookup.future.cancel()
         return lookup
 
     def close(self, timeout_s: float) -> bool:
