@@ -638,7 +638,7 @@ async def test_a_pull_that_is_broken_off_before_it_began_is_expected_no_more(pai
 
 
 async def test_the_end_of_a_pull_leaves_kv_expected_that_another_pull_fetches_by_now(pair: Pair) -> None:
-    """Seen failing: the first pull had taken the newer KV, and at its end readers of the older KV were told of a miss."""
+    """Seen failing: the first pull had taken the newer KV, and its end told readers of the older KV of a miss."""
     older, newer = await pair.there.save(PROMPT[:9]), await pair.there.save(PROMPT)
     pair.peer.hold_block.clear()
     assert pair.start(newer.cache_ref, older.cache_ref) == STARTED
