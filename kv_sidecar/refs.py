@@ -274,7 +274,8 @@ class Refs:
             ended.move_to_end(key)
             while len(ended) > self._limits.max_tombstones:
                 oldest = next(iter(ended.values()))
-                self.forgotten_until_ms = max(self.forgotten_until_ms, oldest.started_at_ms)
+                began_ms = min(oldest.started_at_ms, ref.ended_at_ms)  # a turn of the future says nothing of others
+                self.forgotten_until_ms = max(self.forgotten_until_ms, began_ms)
                 self._forget(oldest)
         if ref.phase is not before:
             for waiter in ref.waiters:

@@ -107,6 +107,7 @@ class SharedCollector:
                 continue
             num_doomed, shelves[tenant] = await self._collect(tenant, orphans)
             removed += num_doomed
+        self._seen = {name: seen for name, seen in self._seen.items() if name.partition("/")[0] in shelves}
         for evicted in evictions(shelves, self.limits):
             if await self.shared.evict(*evicted):
                 self.runtime.metrics.store_evicted.inc()

@@ -111,6 +111,16 @@ def test_a_turn_that_began_before_a_forgotten_failure_is_known_to_be_one_that_ma
     assert refs.forgotten_until_ms == 7
 
 
+def test_a_turn_of_the_future_that_failed_does_not_refuse_the_turns_before_it() -> None:
+    """Seen failing: each later save of several ranks was taken for one that may have failed, for years."""
+    clock = ManualClock()
+    refs = refs_of(clock)
+    for name in NAMES[: ENDED_MAX + 1]:
+        refs.end_save(refs.get(TENANT, name), "queue_full", started_at_ms=2**62)
+
+    assert refs.forgotten_until_ms == clock.now_ms()
+
+
 @pytest.mark.parametrize("way", ["absent there", "refused here", "broken off"])
 def test_a_pull_keeps_the_reason_of_a_failure_unless_it_brings_the_kv(way: str) -> None:
     """Seen failing: FAILED became EXPECTED and then ABSENT, and a waiting turn was told of no failure."""

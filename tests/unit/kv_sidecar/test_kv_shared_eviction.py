@@ -224,3 +224,18 @@ async def test_a_removal_that_the_store_refuses_does_not_keep_contexts_from_bein
             return kv.counted("store_writes_total", outcome="written")
 
         await until(num_written, is_so=lambda number: number == 2, what="the second is written")
+
+
+async def test_the_collector_forgets_manifests_of_a_tenant_that_has_left_the_store(pod, clock):
+    """Seen failing: it remembered them for the life of the process."""
+    async with pod("a") as kv:
+        new = await kv.save(tuple(range(10)), tenant="gone")
+        await written(kv)
+        clock.advance(s=10)
+        await kv.sidecar.collect_shared()
+        collector = kv.sidecar._shared_collector
+        assert len(collector._seen) == 1
+        await kv.sidecar.delete("gone", new.session_id, [])
+        clock.advance(s=10)
+        await kv.sidecar.collect_shared()
+        assert not collector._seen
