@@ -19,8 +19,7 @@ import torch
 from tests.contract.paged_layers_contract import PagedLayersContract
 from tests.kit.paged_kv import Owner, register, room_in
 from tests.kit.until import wait_until
-from vllm_plugin.connector.copies.codec import STEPS
-from vllm_plugin.connector.copies.coded_layers import CodedLayers
+from vllm_plugin.connector.copies.codec import STEPS, CodedLayers
 from vllm_plugin.connector.copies.cuda_copies import DeviceLayers
 from vllm_plugin.connector.copies.layout import open_layers
 from vllm_plugin.connector.copies.pages import PageCopy, Pages, page_bytes

@@ -18,7 +18,7 @@ import torch
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError
-from vllm_plugin.connector.copies.coded_layers import CodedLayers
+from vllm_plugin.connector.copies.codec import CodedLayers
 from vllm_plugin.connector.copies.layout import open_layers, prefault
 from vllm_plugin.connector.copies.pages import page_orders
 from vllm_plugin.connector.engine_check import NULL_BLOCK, LayerGroup

@@ -8,17 +8,39 @@ once can be coded any number of times and stay as they are. The bytes are in doc
 
 A page stays opaque: the codec knows neither meaning nor order of its numbers. Runs in transfer threads, on so few
 numbers at a time that torch stays in the calling thread, and lets go of the interpreter's lock meanwhile.
+
+Only pages with a token in every slot are coded: they never change again, so their numbers are coded once, however
+often a context is restored and saved. The last page of a context is stored as it is until it is full. So are states,
+whose error would grow with every token, and numbers of other types than `DTYPES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeAlias
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
+
+from contextcache.model import KVKind
+from kv_sidecar.client import new_checksum
+from vllm_plugin.connector.copies.pages import (
+    Fence,
+    Landed,
+    LayerShape,
+    PageCopy,
+    PagedLayers,
+    Pages,
+    Spent,
+    Stored,
+    split,
+)
 
 Rows: TypeAlias = npt.NDArray[np.uint8]
 """`[pages, bytes] u8`"""
@@ -47,7 +69,6 @@ class PageCodec:
     name: str
     dtype: str
     page_bytes: int
-    group_numbers: int = GROUP_NUMBERS
 
     @property
     def coded_bytes(self) -> int:
@@ -101,8 +122,8 @@ class PageCodec:
     @property
     def _parts(self) -> tuple[tuple[int, int], ...]:
         """Groups and the numbers of each: the last group of a page may have fewer."""
-        whole, rest = divmod(self.page_bytes // self._dtype.itemsize, self.group_numbers)
-        return tuple((groups, size) for groups, size in ((whole, self.group_numbers), (1, rest)) if groups * size)
+        whole, rest = divmod(self.page_bytes // self._dtype.itemsize, GROUP_NUMBERS)
+        return tuple((groups, size) for groups, size in ((whole, GROUP_NUMBERS), (1, rest)) if groups * size)
 
     @property
     def _ends_bytes(self) -> int:
@@ -150,3 +171,106 @@ def _halves(values: torch.Tensor, pad_with: torch.Tensor | float = 0) -> tuple[t
 
 def _column(ends: Ends) -> torch.Tensor:
     return torch.from_numpy(ends).unsqueeze(2)
+
+
+class CodedLayers(PagedLayers):
+    """Other layers, and how each group's pages are coded."""
+
+    def __init__(self, layers: PagedLayers, kinds: Sequence[KVKind], name: str) -> None:
+        """`kinds` of the groups; `name`: of the codec."""
+        self._layers = layers
+        self.shapes, self.planes = layers.shapes, layers.planes
+        self.uncoded: list[str] = []
+        """Reasons for groups without a codec, each a short fixed phrase."""
+        groups = zip(kinds, layers.shapes, layers.planes, strict=True)
+        self._codecs = [self._codecs_of(kind, own, planes, name) for kind, own, planes in groups]
+        self._own = threading.local()
+
+    def _codecs_of(
+        self, kind: KVKind, shapes: Sequence[LayerShape], planes: Sequence[int], name: str
+    ) -> list[PageCodec]:
+        dtypes = {shape.dtype for shape in shapes}
+        if reason := "state" if kind == "state" else "" if len(dtypes) == 1 and dtypes <= DTYPES.keys() else "dtype":
+            self.uncoded.append(reason)
+            return []
+        return [PageCodec(name, shapes[0].dtype, size) for size in planes]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts of the fingerprint; none where nothing is coded."""
+        names = {codec.name for codecs in self._codecs for codec in codecs}
+        return {"codec": [(name, GROUP_NUMBERS) for name in names]} if names else {}
+
+    @override
+    def fence(self) -> Fence:
+        return self._layers.fence()
+
+    @override
+    def reach(self, memory: memoryview, *, owner: object) -> None:
+        self._layers.reach(memory, owner=owner)
+
+    @override
+    def stored(self, group: int, num_pages: int, num_full: int) -> Stored:
+        plain, codecs = self._layers.stored(group, num_pages, num_full), self._codecs[group]
+        if not (codecs and num_full):
+            return plain
+        saved = sum(codec.page_bytes - codec.coded_bytes for codec in codecs)
+        alike = [[page_bytes, len(list(same))] for page_bytes, same in groupby(codec.page_bytes for codec in codecs)]
+        facts = {"coded_pages": num_full, "pages": num_pages, "layers": alike}
+        facts |= {"name": codecs[0].name, "dtype": codecs[0].dtype, "group_numbers": GROUP_NUMBERS}
+        told = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+        return Stored(plain.size_bytes - num_full * saved, told)
+
+    @override
+    def gather(self, copies: Sequence[PageCopy]) -> list[tuple[int, ...]]:
+        """Raise NotFinite when there is a number that cannot be coded."""
+        for copy in copies:
+            if not (self._codecs[copy.group] and copy.num_full):
+                self._layers.gather([copy])
+                continue
+            room = self._room(copy)
+            self._layers.gather([replace(copy, pages=room)])
+            for codec, _, (coded, numbers), (uncoded, plain) in self._parts(copy, room):
+                codec.encode(numbers, coded)
+                uncoded[:] = plain
+        return [()] * len(copies)
+
+    @override
+    def scatter(self, copies: Sequence[PageCopy], spent: Spent | None = None) -> list[Landed]:
+        landed: list[Landed] = []
+        for copy in copies:
+            if not (self._codecs[copy.group] and copy.num_full):
+                landed += self._layers.scatter([copy], spent)
+                continue
+            room, checksum = self._room(copy), new_checksum()
+            for codec, stored, (coded, numbers), (uncoded, plain) in self._parts(copy, room):
+                codec.decode(coded, numbers)
+                plain[:] = uncoded
+                checksum.update(stored)
+            self._layers.scatter([replace(copy, pages=room, proof="")], spent)
+            landed.append(Landed(checksum.hexdigest()))
+        return landed
+
+    def _parts(
+        self, copy: PageCopy, room: Pages
+    ) -> Iterator[tuple[PageCodec, Pages, tuple[Rows, Rows], tuple[Rows, Rows]]]:
+        """Yield each layer's bytes in the file, and the pages that move, in the file and here."""
+        full, start = copy.num_full, 0
+        first, last = copy.first_page, copy.first_page + len(copy.block_ids)
+        edge = min(max(first, full), last)
+        rows = split(self.planes[copy.group], room, copy.num_pages)
+        for codec, pages in zip(self._codecs[copy.group], rows, strict=True):
+            middle = start + full * codec.coded_bytes
+            end = middle + (copy.num_pages - full) * codec.page_bytes
+            coded = copy.pages[start:middle].reshape(full, -1)[first:edge]
+            uncoded = copy.pages[middle:end].reshape(-1, codec.page_bytes)[max(edge - full, 0) : max(last - full, 0)]
+            yield codec, copy.pages[start:end], (coded, pages[first:edge]), (uncoded, pages[edge:last])
+            start = end
+
+    def _room(self, copy: PageCopy) -> Pages:
+        """Return memory for uncoded pages, this thread's until its next call."""
+        size_bytes = self._layers.stored(copy.group, copy.num_pages, 0).size_bytes
+        if not hasattr(self._own, "room") or len(self._own.room) < size_bytes:
+            self._own.room = np.empty(size_bytes, dtype=np.uint8)
+        room: Pages = self._own.room[:size_bytes]
+        return room

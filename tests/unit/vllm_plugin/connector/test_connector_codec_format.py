@@ -13,8 +13,7 @@ import xxhash
 from kv_sidecar.client import BlockFileWriter, parse_block_file
 from tests.kit.kv_blocks import block_meta_of
 from tests.kit.paged_kv import HostKind
-from vllm_plugin.connector.copies.codec import DTYPES, STEPS
-from vllm_plugin.connector.copies.coded_layers import CodedLayers
+from vllm_plugin.connector.copies.codec import DTYPES, STEPS, CodedLayers
 from vllm_plugin.connector.copies.pages import PageCopy
 
 DOCUMENT = Path(__file__).parents[4] / "docs/project/formats.md"

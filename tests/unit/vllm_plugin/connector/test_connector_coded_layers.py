@@ -14,8 +14,7 @@ import xxhash
 from contextcache.model import KVFile, KVKind
 from tests.contract.paged_layers_contract import PagedLayersContract
 from tests.kit.paged_kv import NUM_BLOCKS, HostKind, Kind, TwinKind
-from vllm_plugin.connector.copies.codec import DTYPES, STEPS, NotFinite
-from vllm_plugin.connector.copies.coded_layers import CodedLayers
+from vllm_plugin.connector.copies.codec import DTYPES, STEPS, CodedLayers, NotFinite
 from vllm_plugin.connector.copies.pages import PageCopy, PagedLayers, Pages
 from vllm_plugin.connector.metadata import EngineGroup
 
