@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.result import RESULTS, write_result
-from vllm_plugin.connector.identity.weight_files import sample
+from vllm_plugin.connector.identity.weights import sample
 
 _SHARD_BYTES = 2 << 30
 _TENSORS = 291

@@ -89,41 +89,34 @@ class WorkerSide:
             layers = CodedLayers(layers, [group.kind for group in self._groups], self._settings.codec)
             codec = layers.facts
             self._tell_uncoded(layers.uncoded)
-        groups = engine_groups(self._vllm_config, self._groups, layers.shapes)
+        groups = engine_groups(self._groups, layers.shapes)
         parallel = self._vllm_config.parallel_config
         epoch = self._settings.weights_epoch
         weights = weights_identity(self._vllm_config) or ("named" if epoch != WEIGHTS_UNNAMED else None)
         shapes = [shape for own in layers.shapes for shape in own]
         facts = engine_facts(self._vllm_config, groups, shapes, weights=weights, weights_epoch=epoch)
         spelled = canonical_json(facts | page_orders(layers) | codec)
-        self.facts = RankFacts(fingerprint(spelled), spelled, parallel.rank, parallel.world_size, groups)
-        self._link.introduce(self.facts)
-        self._loader = Loader(
-            settings=self._settings,
-            link=self._link,
-            layers=layers,
-            results=self._results,
-            reporter=self._reporter,
-            counters=self.counters,
-            clock=self._clock,
-            tracer=self._tracer,
-        )
-        self._saver = Saver(
-            settings=self._settings,
-            link=self._link,
-            layers=layers,
-            results=self._results,
-            reporter=self._reporter,
-            counters=self.counters,
-            clock=self._clock,
-            tracer=self._tracer,
-            copying=self._save_pool,
-            uploads=self._upload_pool,
-        )
+        self._introduce(RankFacts(fingerprint(spelled), spelled, parallel.rank, parallel.world_size, groups))
+        parts: dict[str, Any] = {
+            "settings": self._settings,
+            "link": self._link,
+            "layers": layers,
+            "results": self._results,
+            "reporter": self._reporter,
+            "counters": self.counters,
+            "clock": self._clock,
+            "tracer": self._tracer,
+        }
+        self._loader = Loader(**parts)
+        self._saver = Saver(**parts, copying=self._save_pool, uploads=self._upload_pool)
         self._layers = layers
         self._greet()
         tensors = list(kv_caches.values())
         self._load_pool.try_submit(lambda: self._prefault(tensors))
+
+    def _introduce(self, facts: RankFacts) -> None:
+        self.facts = facts
+        self._link.introduce(facts)
 
     def _tell_uncoded(self, reasons: Sequence[str]) -> None:
         for reason in reasons:
@@ -136,8 +129,8 @@ class WorkerSide:
     def adopt(self, fingerprint_json: str) -> None:
         """Take the fingerprint that the scheduler's half made when the weights were given up for changed."""
         assert self.facts is not None, "register_kv_caches came first"
-        self.facts = replace(self.facts, fingerprint=fingerprint(fingerprint_json), fingerprint_json=fingerprint_json)
-        self._link.introduce(self.facts)
+        name = fingerprint(fingerprint_json)
+        self._introduce(replace(self.facts, fingerprint=name, fingerprint_json=fingerprint_json))
         self._greet()
 
     def wait(self, timeout_s: float) -> None:
@@ -170,24 +163,22 @@ class WorkerSide:
             self._saver.overtake(overtaken)
 
     def _start_load(self, loader: Loader, load: Load) -> None:
+        obstacle = ""
         if not self._link.is_worth_trying():
-            loader.fail(load, "sidecar_unavailable")
-            return
-        if sum(not future.done() for future in self._hanging) >= self._settings.load_threads:
+            obstacle = "sidecar_unavailable"
+        elif sum(not future.done() for future in self._hanging) >= self._settings.load_threads:
             # Nothing would carry it out before its deadline.
-            loader.fail(load, "disk_hangs")
-            return
-        if NULL_BLOCK in load.plan.block_ids:
-            loader.fail(load, "null_block")
-            return
-        if load.plan.adapter is not None and not self.adapters.is_loaded(load.plan.adapter):
-            loader.fail(load, CHANGED)
-            return
-        future = self._load_pool.try_submit(lambda: loader.run(load))
-        if future is None:
-            loader.fail(load, "queue_full")
+            obstacle = "disk_hangs"
+        elif NULL_BLOCK in load.plan.block_ids:
+            obstacle = "null_block"
+        elif load.plan.adapter is not None and not self.adapters.is_loaded(load.plan.adapter):
+            obstacle = CHANGED
+        elif (future := self._load_pool.try_submit(lambda: loader.run(load))) is None:
+            obstacle = "queue_full"
         else:
             self._loads.append((load, future))
+        if obstacle:
+            loader.fail(load, obstacle)
 
     def take_results(self) -> Results:
         """Return what has ended since the last call; gives up what has waited in a queue past its deadline."""

@@ -160,10 +160,6 @@ class LoadedAdapters:
             # A kind of adapter that we do not know: it must not be taken for another.
             log.exception("adapter not read")
             digest = ""
-        self._end_reading(adapter_id, load, digest)
-
-    def _end_reading(self, adapter_id: int, load: _Load, digest: str) -> None:
-        """`digest` empty: it could not be read."""
         with self._lock:
             self._num_reading[load.name] -= 1
             load.digest = digest

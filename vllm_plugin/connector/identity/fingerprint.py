@@ -29,20 +29,13 @@ FORMAT_VERSION = 1
 _VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "_attn_implementation"})
 
 
-def engine_groups(
-    vllm_config: Any, groups: Sequence[LayerGroup], shapes: Sequence[Sequence[LayerShape]]
-) -> tuple[EngineGroup, ...]:
-    """Return the groups with their names: the one group of a plain engine has no name, as before there were more.
-
-    Under pipeline parallelism each rank has its own layers, so their names give way to the group's position.
-    """
+def engine_groups(groups: Sequence[LayerGroup], shapes: Sequence[Sequence[LayerShape]]) -> tuple[EngineGroup, ...]:
+    """Return the groups with their names: the one group of a plain engine has no name, as before there were more."""
     if len(groups) == 1 and groups[0].kind == "full_attention":
         return (EngineGroup("full_attention", groups[0].block_tokens),)
-    is_cut = vllm_config.parallel_config.pipeline_parallel_size > 1
     found = []
-    for position, (group, own) in enumerate(zip(groups, shapes, strict=True)):
-        layers: Any = position if is_cut else [_layer(shape) for shape in own]
-        named = json.dumps([group.kind, _page_tokens(group), group.window, layers])
+    for group, own in zip(groups, shapes, strict=True):
+        named = json.dumps([group.kind, _page_tokens(group), group.window, [_layer(shape) for shape in own]])
         digest = hashlib.sha256(named.encode()).hexdigest()[:16]
         found.append(EngineGroup(group.kind, group.block_tokens, group.window, digest))
     return tuple(found)
@@ -56,16 +49,9 @@ def engine_facts(
     weights: str | None,
     weights_epoch: str,
 ) -> dict[str, Any]:
-    """Return the facts of the fingerprint, as JSON values. `weights`: their identity (weights.py), None: not known.
-
-    Under pipeline parallelism each rank has its own layers, so their names give way to the set of their shapes;
-    the rank in a block file and the page count keep ranks apart.
-    """
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    """Return the facts of the fingerprint, as JSON values. `weights`: their identity (weights.py), None: not known."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = getattr(vllm_config, "speculative_config", None)
-    layers: list[Any] = [_layer(shape) for shape in shapes]
-    if parallel.pipeline_parallel_size > 1:
-        layers = sorted({json.dumps(layer[1:]) for layer in layers})
     block_tokens: Any = groups[0].block_tokens
     if groups[0].digest:
         block_tokens = [[group.kind, _page_tokens(group), group.window, group.digest] for group in groups]
@@ -85,11 +71,8 @@ def engine_facts(
         "attention": attention_kinds(vllm_config.compilation_config.static_forward_context, shapes),
         "machine": _machine(),
         "engine_block_tokens": block_tokens,
-        "layers": layers,
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "decode_context_parallel_size": getattr(parallel, "decode_context_parallel_size", 1),
-        "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1),
+        "layers": [_layer(shape) for shape in shapes],
+        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
     }
 
 

@@ -44,7 +44,6 @@ def config(**changes: Any) -> Any:
         "cache_dtype": "auto",
         "block_size": 16,
         "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
         "rank": 0,
         "isa": "vec",
         "max_model_len": 4096,
@@ -63,7 +62,6 @@ def config(**changes: Any) -> Any:
         cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"], block_size=values["block_size"]),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=values["tensor_parallel_size"],
-            pipeline_parallel_size=values["pipeline_parallel_size"],
             rank=values["rank"],
         ),
         compilation_config=SimpleNamespace(static_forward_context={f"l{i}": layer for i in range(5)}),
@@ -74,7 +72,7 @@ def name_of(
     *, shapes: tuple[LayerShape, ...] = SHAPES, weights: str = "w", weights_epoch: str = "0", **changes: Any
 ) -> str:
     made = config(**changes)
-    groups = engine_groups(made, [LayerGroup("full_attention", changes.get("block_size", 16), 0, ())], [shapes])
+    groups = engine_groups([LayerGroup("full_attention", changes.get("block_size", 16), 0, ())], [shapes])
     facts = engine_facts(made, groups, shapes, weights=weights, weights_epoch=weights_epoch)
     return fingerprint(canonical_json(facts))
 
@@ -89,7 +87,6 @@ def name_of(
         {"cache_dtype": "fp8"},
         {"block_size": 32},
         {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
         {"isa": "amx"},
         {"max_model_len": 131072},  # other factors of LongRoPE: seen to restore the KV of the others
         {"quantization_config": {"linear": "int8_per_channel_static"}},
@@ -120,12 +117,6 @@ def test_what_changes_kv_changes_the_fingerprint(change: dict[str, Any]) -> None
 )
 def test_what_does_not_change_kv_leaves_it_alone(change: dict[str, Any]) -> None:
     assert name_of(**change) == name_of()
-
-
-def test_ranks_of_a_pipeline_have_one_fingerprint_though_their_layers_differ() -> None:
-    other = (LayerShape("l2", 1, 2, 16, 64), LayerShape("l3", 1, 2, 16, 64), LayerShape("l4", 1, 2, 16, 64))
-
-    assert name_of(pipeline_parallel_size=2, shapes=other) == name_of(pipeline_parallel_size=2)
 
 
 def test_values_json_cannot_spell_do_not_make_it_change_from_run_to_run() -> None:

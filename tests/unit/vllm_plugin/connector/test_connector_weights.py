@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_plugin.connector.identity.weight_files import PIECE_BYTES, PIECES_MAX, UnreadableWeights, sample
-from vllm_plugin.connector.identity.weights import weights_identity
+from vllm_plugin.connector.identity.weights import PIECE_BYTES, PIECES_MAX, UnreadableWeights, sample, weights_identity
 
 SIZES = {"norm": 512, "mlp": 3_000_000, "attention": 1_000_000}
 
