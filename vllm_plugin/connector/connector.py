@@ -30,7 +30,7 @@ from contextcache.process.settings import read_secret
 from kv_sidecar.client import EngineSidecarClient, open_arena
 from vllm_plugin.connector.engine_check import LayerGroup, UncarriedEngine, carried_groups
 from vllm_plugin.connector.identity.adapters import AdapterWord
-from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
+from vllm_plugin.connector.metadata import ArenaWord, LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.scheduler_side import SchedulerSide
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, MonotonicClock
@@ -72,10 +72,12 @@ class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is no
     ended_saves: frozenset[str]
     """cache_refs of saves that were sealed or ended without one."""
     adapters: tuple[AdapterWord, ...] = ()
+    arenas: tuple[ArenaWord, ...] = ()
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
-        return WorkerNews(self.ended_saves | other.ended_saves, self.adapters + other.adapters)
+        ended_saves = self.ended_saves | other.ended_saves
+        return WorkerNews(ended_saves, self.adapters + other.adapters, self.arenas + other.arenas)
 
 
 class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not followed by mypy
@@ -217,6 +219,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         if isinstance(news, WorkerNews):
             self.scheduler_side.saves_ended(news.ended_saves)
             self.scheduler_side.adapters.learn(news.adapters)
+            self.scheduler_side.learn_arenas(news.arenas)
 
     @override
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -293,8 +296,8 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     @override
     def build_connector_worker_meta(self) -> WorkerNews | None:
         ended, self._ended_saves = self._ended_saves, set()
-        words = self.worker_side.adapters.take_words()
-        return WorkerNews(frozenset(ended), words) if ended or words else None
+        words, arenas = self.worker_side.adapters.take_words(), self.worker_side.take_arena_news()
+        return WorkerNews(frozenset(ended), words, arenas) if ended or words or arenas else None
 
 
 def _zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:

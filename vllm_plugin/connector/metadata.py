@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,13 @@ class RankFacts:
     def has_checkpoints(self) -> bool:
         """Whether windows are saved at the end of a prompt too (saves/running.py)."""
         return any(group.window for group in self.groups) and not any(group.kind == "state" for group in self.groups)
+
+
+class ArenaWord(NamedTuple):
+    """Word of a rank on the sidecar's memory; without it, no load and no save of the rank succeeds."""
+
+    rank: int
+    lacks_arena: bool
 
 
 @dataclass(frozen=True, slots=True)

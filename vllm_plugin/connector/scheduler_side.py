@@ -26,7 +26,7 @@ from vllm_plugin.connector.identity.adapters import UNKNOWN, KnownAdapters, are_
 from vllm_plugin.connector.identity.fingerprint import EngineIdentity
 from vllm_plugin.connector.loads.load_estimate import LoadEstimate
 from vllm_plugin.connector.loads.lookup import Lookup, Lookups, Match, PendingSaves
-from vllm_plugin.connector.metadata import Adapter, LoadPlan, RankFacts, SavePlan, load_pieces
+from vllm_plugin.connector.metadata import Adapter, ArenaWord, LoadPlan, RankFacts, SavePlan, load_pieces
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saves.running import RunningSaves, kept_blocks, save_plan, started_at_ms
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -155,6 +155,8 @@ class SchedulerSide:
         self._left_alone = ""
         """Why nothing of this engine is saved or loaded, as a short fixed phrase; empty: something may be."""
         self._requests: dict[str, Load] = {}
+        self._without_arena: set[int] = set()
+        """Ranks without the sidecar's memory."""
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
         self.idle = IdleEngine(may_wait=is_alone(vllm_config))
@@ -191,6 +193,11 @@ class SchedulerSide:
         elif not self.identity.are_weights_known:
             self.counters.add("unknown_weights")
             log.warning("weights unknown, their KV will not outlive this engine")
+
+    def learn_arenas(self, words: Iterable[ArenaWord]) -> None:
+        """Take the workers' word on the sidecar's memory. Without it on every rank, nothing is promised."""
+        for word in words:
+            (self._without_arena.add if word.lacks_arena else self._without_arena.discard)(word.rank)
 
     def reset(self) -> bool:
         """Load nothing that was saved before. The sidecar keeps it until it expires.
@@ -292,6 +299,9 @@ class SchedulerSide:
         load.device_tokens = num_computed_tokens
         if load.phase in (LoadPhase.PROMISED, LoadPhase.LOADED):
             load.move("ask again")
+        if self._without_arena:
+            load.give_up("no_arena")
+            return 0, False
         if load.phase is LoadPhase.LOOKING and self._needs_no_answer(load):
             load.reason = COMPUTED_SOON
         elif load.phase is LoadPhase.LOOKING and not self._look(load, load.lookup):

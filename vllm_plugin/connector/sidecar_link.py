@@ -115,6 +115,7 @@ class RankLink:
         self._terms: Terms | None = None
         self._arena: Arena | None = None
         """Outlives terms that are in doubt."""
+        self._is_greeted = False
         self._num_arenas = 0
         self._pause_ms = 0
         self._next_try_at_ms = 0
@@ -124,6 +125,11 @@ class RankLink:
         """Set the facts of the next handshake, and forget the terms of the last one. Never waits."""
         with self._changing:
             self.facts, self._terms = facts, None
+
+    @property
+    def lacks_arena(self) -> bool:
+        """Whether the sidecar shared no memory when it was asked, or has taken it back; never waits."""
+        return self._is_greeted and self._arena is None
 
     @property
     def terms_now(self) -> Terms | None:
@@ -209,7 +215,7 @@ class RankLink:
         log.info("sidecar handshake done", extra={"block_tokens": answer.block_tokens, "arena": arena is not None})
         terms = Terms(answer.block_tokens, answer.block_size_bytes_max, arena)
         with self._changing:
-            self._arena = arena
+            self._arena, self._is_greeted = arena, True
             if self.facts is facts:
                 self._terms = terms
         return terms

@@ -26,7 +26,7 @@ from vllm_plugin.connector.identity.adapters import CHANGED, LoadedAdapters
 from vllm_plugin.connector.identity.fingerprint import canonical_json, engine_facts, engine_groups, fingerprint
 from vllm_plugin.connector.identity.weights import weights_identity
 from vllm_plugin.connector.loads.loading import Load, Loader
-from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
+from vllm_plugin.connector.metadata import ArenaWord, LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saves.saving import Saver
 from vllm_plugin.connector.settings import CODEC_NONE, WEIGHTS_UNNAMED, ConnectorSettings
@@ -75,6 +75,7 @@ class WorkerSide:
         self._hanging: list[Future[None]] = []
         """Loads given up while their thread was reading; each keeps its thread until the disk lets go."""
         self._greeting: Future[None] | None = None
+        self._told_lack = False
         self._stopping = threading.Event()
         self._loader: Loader | None = None
         self._saver: Saver | None = None
@@ -187,6 +188,14 @@ class WorkerSide:
             self._saver.end_late()
         self._greet()
         return self._results.take()
+
+    def take_arena_news(self) -> tuple[ArenaWord, ...]:
+        """Return whether this rank has the sidecar's memory, where that has changed since the last call."""
+        lacks_arena = self._link.lacks_arena
+        if lacks_arena == self._told_lack:
+            return ()
+        self._told_lack = lacks_arena
+        return (ArenaWord(self._link.facts.rank, lacks_arena),)
 
     def _give_up_late(self) -> None:
         if not self._loads and not self._hanging:

@@ -20,7 +20,7 @@ from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from vllm_plugin.connector.copies.pages import Landed, PageCopy, Spent
 from vllm_plugin.connector.loads import loading
 
-A, B = cache_ref(1), cache_ref(2)
+A, B, C = cache_ref(1), cache_ref(2), cache_ref(3)
 KEPT = BlockKey("block", "e" * 64, 0)
 PROMPT = list(range(1, 151))
 
@@ -708,3 +708,24 @@ def test_kept_text_is_never_taken_for_the_same_tokens_with_an_image(start_engine
     assert asks("text")
     assert not asks("one image", mm_features=["one"])
     assert not asks("another image", mm_features=["another"])
+
+
+def test_nothing_is_promised_while_a_rank_has_no_arena_and_again_when_it_has(engine: Engine) -> None:
+    """Seen failing: each load was promised, failed in the worker, and was computed after all."""
+    answer, sidecar, link = engine.save(PROMPT, A), engine.sidecar, engine.loop.worker.worker_side._link
+    arena, sidecar.arena = sidecar.arena, None
+    link.lost(link.terms())
+    engine.save([9, *PROMPT], B, name="other")
+    engine.loop.forget_prefixes()
+    engine.loop.add("without", PROMPT, params=transfer(load=(A,)))
+    assert engine.loop.run_to_end("without") == answer
+    assert (engine.counted("missed_loads", "no_arena"), engine.counted("failed_loads")) == (1, 0)
+
+    sidecar.arena = arena
+    engine.clock.advance(s=10)
+    engine.save([8, *PROMPT], C, name="later")
+    engine.loop.forget_prefixes()
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    engine.loop.run_to_end("again")
+
+    assert engine.counted("loads") == 1
