@@ -37,7 +37,6 @@ TOKENS_MAX = 1_000_000
 _KEYS_A_PAGE = 10_000
 _PAGES_MAX = 100
 _KEYS_A_DELETE = 1_000
-_ATTEMPTS = 3
 _PAUSE_S = 0.05
 _TRY_AGAIN = frozenset({502, 503, 504})
 _CONNECTIONS = httpx.Limits(max_connections=16, max_keepalive_connections=4)
@@ -113,31 +112,30 @@ class LMCacheApi:
 
     async def prefetch(self, kv: SaltedTokens) -> int:
         """Bring KV into the server's memory; return the chunks that were asked for, 0: less than one."""
-        url = f"{self.server_url.rstrip('/')}/cache/prefetches"
-        return (await self._ask(_Counts, "POST", url, self._body(kv))).chunks
+        return (await self._ask(_Counts, "POST /cache/prefetches", self._body(kv), at=self.server_url)).chunks
 
     async def pin(self, kv: SaltedTokens) -> None:
         """Keep KV from the coordinator's eviction. Counted, so never tried twice."""
-        await self._ask(_Counts, "POST", self._of_coordinator("cache/pins"), self._body(kv), attempts=1)
+        await self._ask(_Counts, "POST /cache/pins", self._body(kv), attempts=1)
 
     async def unpin(self, kv: SaltedTokens) -> None:
         """Take one pin back; without one it does nothing."""
-        await self._ask(_Counts, "DELETE", self._of_coordinator("cache/pins"), self._body(kv), attempts=1)
+        await self._ask(_Counts, "DELETE /cache/pins", self._body(kv), attempts=1)
 
     async def instances(self) -> list[Instance]:
         """Return the servers that the coordinator knows."""
-        return (await self._ask(_Instances, "GET", self._of_coordinator("instances"))).instances
+        return (await self._ask(_Instances, "GET /instances")).instances
 
     async def delete(self, instance: Instance, kv: SaltedTokens) -> int:
         """Delete chunks in all tiers of one server; return the pinned or locked objects that are still there."""
         body = {**self._body(kv), "instance_id": instance.instance_id, "tier": "all", "force": False}
-        return (await self._ask(_Counts, "POST", self._of_coordinator("cache/delete"), body)).skipped
+        return (await self._ask(_Counts, "POST /cache/delete", body)).skipped
 
     async def size_bytes(self, kv: SaltedTokens) -> int:
         """Return the bytes of KV in all places, as far as the coordinator has been told."""
         if not kv.token_ids:
             return 0
-        answer = await self._ask(_Results, "POST", self._of_coordinator("directory/lookup"), self._body(kv))
+        answer = await self._ask(_Results, "POST /directory/lookup", self._body(kv))
         return sum(found.size_bytes for found in answer.results)
 
     async def keys_under(self, salt: str) -> list[Listed]:
@@ -145,9 +143,10 @@ class LMCacheApi:
 
         Raises SidecarUnavailable when that is more than a million keys.
         """
-        url, keys = self._of_coordinator(f"directory/keys?limit={_KEYS_A_PAGE}&offset="), []
+        keys: list[Listed] = []
         for page in range(_PAGES_MAX):
-            found = (await self._ask(_Keys, "GET", f"{url}{page * _KEYS_A_PAGE}")).keys
+            call = f"GET /directory/keys?limit={_KEYS_A_PAGE}&offset={page * _KEYS_A_PAGE}"
+            found = (await self._ask(_Keys, call)).keys
             keys += [listed for listed in found if listed.key.get("cache_salt") == salt]
             if len(found) < _KEYS_A_PAGE:
                 return keys
@@ -155,14 +154,14 @@ class LMCacheApi:
 
     async def delete_keys(self, instance: Instance, keys: Sequence[Listed]) -> int:
         """Delete objects in all tiers of one server; return the locked ones. Their pins stay, without effect."""
-        skipped, url = 0, f"http://{instance.ip}:{instance.http_port}/cache/objects"
+        skipped, server = 0, f"http://{instance.ip}:{instance.http_port}"
         for start in range(0, len(keys), _KEYS_A_DELETE):
             body = {
                 "keys": [listed.key for listed in keys[start : start + _KEYS_A_DELETE]],
                 "tier": "all",
                 "force": False,
             }
-            skipped += (await self._ask(_Counts, "DELETE", url, body)).skipped
+            skipped += (await self._ask(_Counts, "DELETE /cache/objects", body, at=server)).skipped
         return skipped
 
     async def close(self) -> None:
@@ -171,23 +170,19 @@ class LMCacheApi:
         if client is not None:
             await client.aclose()
 
-    def _of_coordinator(self, path: str) -> str:
-        return f"{self.coordinator_url.rstrip('/')}/{path}"
-
     def _body(self, kv: SaltedTokens) -> dict[str, Any]:
         engine = {"model_name": self.model_name, "world_size": self.world_size}
         return {**engine, "token_ids": list(kv.token_ids[:TOKENS_MAX]), "cache_salt": kv.salt}
 
     async def _ask(
-        self,
-        kind: type[Answer],
-        method: str,
-        url: str,
-        body: dict[str, Any] | None = None,
-        *,
-        attempts: int = _ATTEMPTS,
+        self, kind: type[Answer], call: str, body: dict[str, Any] | None = None, *, at: str = "", attempts: int = 3
     ) -> Answer:
-        """Return an answer; a connection that breaks, or a server that is away, is tried again."""
+        """Return an answer; a connection that breaks, or a server that is away, is tried again.
+
+        `call`: method and path; `at`: server, the coordinator by default.
+        """
+        method, path = call.split()
+        url = f"{(at or self.coordinator_url).rstrip('/')}{path}"
         try:
             async with asyncio.timeout(self.timeout_s):
                 for left in reversed(range(attempts)):

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from contextcache.errors import CacheRefNotFound, ContextExists, CorruptBlock
 from contextcache.names import OBJECT_PREFIX
@@ -22,37 +22,6 @@ from kv_sidecar.client import BlockFileWriter, BlockMeta, EngineSidecarClient, p
 
 FINGERPRINT = hashlib.sha256(b'{"format":"lmcache-0.5"}').hexdigest()
 """Bytes of another minor release of LMCache's may mean something else: they are never found."""
-
-
-class ObjectName(Protocol):
-    """Name of an object in LMCache (lmcache 0.5.6 v1/distributed/api.py ObjectKey)."""
-
-    chunk_hash: bytes
-    """Hash of the chunk's tokens and all before them."""
-    model_name: str
-    """Model as vLLM was given it."""
-    kv_rank: int
-    """World size and rank in one number."""
-    object_group_id: int
-    """Position of the group of layers."""
-    cache_salt: str
-    """Salt; may be empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterParams:
-    """Fields of `adapter_params`."""
-
-    sidecar: str
-    """Address of the sidecar: `unix:///path` or `host:port`."""
-    tenant: str = "lmcache"
-    """Tenant that has the objects in its quota and its lists."""
-    ttl_s: int = 7 * 24 * 3600
-    """An object lives so long after it was saved."""
-    timeout_ms: int = 10_000
-    """Deadline of one call."""
-    workers: int = 4
-    """Objects that travel at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +34,8 @@ class ObjectAddress:
     """Eight numbers of 32 bits: as good as the key itself, and fewer than a block of any engine's (a tail)."""
 
     @classmethod
-    def of(cls, key: ObjectName) -> ObjectAddress:
-        """Name the object of a key. Every field of the key counts."""
+    def of(cls, key: Any) -> ObjectAddress:
+        """Name the object of a key (lmcache 0.5.6 v1/distributed/api.py ObjectKey). Every field of the key counts."""
         fields = [key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, key.chunk_hash.hex()]
         digest = hashlib.sha256(json.dumps(fields).encode()).digest()
         name = digest.hex()[:32]
@@ -77,24 +46,28 @@ class ObjectAddress:
 class SidecarObjects:
     """Bytes under a key, in the sidecar. Safe to use from several threads; each call is one object's."""
 
-    def __init__(self, params: AdapterParams) -> None:
-        self._params = params
-        self._timeout_s = params.timeout_ms / 1000
-        self._client = EngineSidecarClient(params.sidecar, timeout_s=self._timeout_s)
+    def __init__(
+        self, sidecar: str, *, tenant: str = "lmcache", ttl_s: int = 7 * 24 * 3600, timeout_ms: int = 10_000
+    ) -> None:
+        """`sidecar`: `unix:///path` or `host:port`; `tenant`: has the objects in its quota and its lists."""
+        self._tenant = tenant
+        self._ttl_s = ttl_s
+        self._timeout_s = timeout_ms / 1000
+        self._client = EngineSidecarClient(sidecar, timeout_s=self._timeout_s)
 
-    def put(self, key: ObjectName, data: memoryview) -> int:
+    def put(self, key: Any, data: memoryview) -> int:
         """Save an object unless it is there; return its bytes. Raises ContextCacheError: it is not there, then."""
         stored = ObjectAddress.of(key)
         try:
             self._client.prepare_save(
                 pb.PrepareSaveRequest(
-                    tenant=self._params.tenant,
+                    tenant=self._tenant,
                     session_id=stored.group,
                     cache_ref=stored.cache_ref,
                     fingerprint=FINGERPRINT,
                     world_size=1,
                     token_ids=pack_token_ids(stored.token_ids),
-                    expires_at_ms=time.time_ns() // 1_000_000 + self._params.ttl_s * 1000,
+                    expires_at_ms=time.time_ns() // 1_000_000 + self._ttl_s * 1000,
                 ),
                 self._timeout_s,
             )
@@ -107,19 +80,19 @@ class SidecarObjects:
         self._client.seal(stored.cache_ref, 0, self._timeout_s)
         return len(data)
 
-    def has(self, key: ObjectName) -> bool:
+    def has(self, key: Any) -> bool:
         """Return whether it can be loaded. Raises ContextCacheError but for a miss."""
         try:
-            self._client.get_manifest(self._params.tenant, ObjectAddress.of(key).cache_ref, self._timeout_s)
+            self._client.get_manifest(self._tenant, ObjectAddress.of(key).cache_ref, self._timeout_s)
         except CacheRefNotFound:
             return False
         return True
 
-    def get(self, key: ObjectName, room: memoryview) -> None:
+    def get(self, key: Any, room: memoryview) -> None:
         """Fill `room` with an object of its size, verified. Raises ContextCacheError; `room` is as it was, then."""
         stored = ObjectAddress.of(key)
         request = pb.LoadBlocksRequest(
-            tenant=self._params.tenant,
+            tenant=self._tenant,
             cache_ref=stored.cache_ref,
             fingerprint=FINGERPRINT,
             rank=0,
@@ -134,17 +107,16 @@ class SidecarObjects:
             raise CorruptBlock("the object has a different size")
         room[:] = file.pages.data
 
-    def delete(self, key: ObjectName) -> int:
+    def delete(self, key: Any) -> int:
         """Delete it in all tiers, and refuse saves of it that come late; return the bytes freed."""
-        return self._client.delete_context(self._params.tenant, cache_refs=(ObjectAddress.of(key).cache_ref,))
+        return self._client.delete_context(self._tenant, cache_refs=(ObjectAddress.of(key).cache_ref,))
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
 
     def _meta(self, stored: ObjectAddress) -> BlockMeta:
-        tenant, ids = self._params.tenant, stored.token_ids
-        return BlockMeta("tail", stored.cache_ref, "", tenant, FINGERPRINT, 0, ids)
+        return BlockMeta("tail", stored.cache_ref, "", self._tenant, FINGERPRINT, 0, stored.token_ids)
 
 
 def _frames(cache_ref: str, file: memoryview) -> Iterator[pb.SaveBlocksRequest]:

@@ -25,10 +25,12 @@ from lmcache.v1.platform import create_event_notifier
 from typing_extensions import override
 
 from contextcache.errors import ContextCacheError
-from integrations.lmcache.objects import AdapterParams, SidecarObjects
+from integrations.lmcache.objects import SidecarObjects
 
 log = logging.getLogger(__name__)
 
+_WORKERS = 4
+"""Objects that travel at once."""
 _PENDING_MAX = 4_096
 """Tasks that wait for a worker; one more fails at once."""
 _SIZES_MAX = 1 << 20
@@ -98,11 +100,11 @@ class SidecarL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     """LMCache's second tier. It locks nothing: an object deleted between lookup and load is a miss."""
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: object = None) -> None:  # noqa: ARG002  # LMCache's own
-        """`params`: fields of AdapterParams. Raises TypeError for others. Connects at the first call."""
+        """`params`: those of SidecarObjects, and `workers`. Raises TypeError for others. Connects at the first call."""
         super().__init__(max_capacity_bytes=0)  # the sidecar evicts
-        read = AdapterParams(**params)
-        self._objects = SidecarObjects(read)
-        self._pool = ThreadPoolExecutor(read.workers, thread_name_prefix="sidecar-l2")
+        own = {"workers": _WORKERS, **params}
+        self._pool = ThreadPoolExecutor(own.pop("workers"), thread_name_prefix="sidecar-l2")
+        self._objects = SidecarObjects(**own)
         self._sizes_bytes: dict[ObjectKey, int] = {}
         self._stores: _Tasks[L2StoreResult] = _Tasks(self._pool)
         self._lookups: _Tasks[Bitmap] = _Tasks(self._pool)

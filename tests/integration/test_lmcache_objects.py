@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from contextcache.errors import CacheRefNotFound, ContextDeleted, CorruptBlock, SidecarUnavailable
-from integrations.lmcache.objects import AdapterParams, ObjectAddress, SidecarObjects
+from integrations.lmcache.objects import ObjectAddress, SidecarObjects
 from kv_sidecar.client import EngineSidecarClient
 from kv_sidecar.format.ids import BlockKey
 from tests.kit.sidecar_process import SidecarProcess
@@ -37,7 +37,7 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess
 
 @pytest.fixture
 def objects(sidecar: SidecarProcess) -> Iterator[SidecarObjects]:
-    objects = SidecarObjects(AdapterParams(sidecar.address))
+    objects = SidecarObjects(sidecar.address)
     yield objects
     objects.close()
 
@@ -101,7 +101,7 @@ def test_every_part_of_a_name_makes_another_object(name, change):
 
 
 def test_a_sidecar_that_is_away_is_said(tmp_path, name):
-    objects = SidecarObjects(AdapterParams(f"unix://{tmp_path}/nobody.sock", timeout_ms=500))
+    objects = SidecarObjects(f"unix://{tmp_path}/nobody.sock", timeout_ms=500)
     try:
         with pytest.raises(SidecarUnavailable):
             objects.has(name)
