@@ -34,8 +34,8 @@ _READS_AHEAD = 16
 """Files that the disk reads at the same time: fewer do not fill the queue of an NVMe drive."""
 _GROUPS_AHEAD = 1
 """Groups read ahead of the group that the engine copies."""
-_WAITING_MAX = 8
-"""Loads that wait for room at once: each of them holds a call and a lease."""
+_WAITING_MAX = 64
+"""Loads that wait for room at once, a quarter of all calls: two for each of 32 ranks."""
 _MISSING = "a block of this cache_ref is missing"
 
 Inodes: TypeAlias = tuple[int, int] | None

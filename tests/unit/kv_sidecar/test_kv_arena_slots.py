@@ -33,6 +33,7 @@ from kv_sidecar.tiers.memory import LentSlot, Place
 from tests.contract.block_store_contract import BLOCK, TAIL
 from tests.kit.block_tiers import MemoryBlocks
 from tests.kit.kv_blocks import BORROWER, SESSION, TENANT, SidecarUnderTest, block_file_bytes, new_save
+from tests.kit.until import until
 
 PROMPT = tuple(range(12))
 """Three whole blocks."""
@@ -556,6 +557,16 @@ async def test_a_load_without_room_ends_with_its_wait(tmp_path: Path, room_wait_
     async with full_arena(tmp_path, None) as (_, _, load):
         with pytest.raises(StorageFull):
             await anext(load(room_wait_ms=room_wait_ms))
+
+
+async def test_all_loads_of_an_engine_with_eight_ranks_may_wait_for_room(tmp_path: Path) -> None:
+    """Seen failing: of the two loads of each rank, half were refused at once, and a rank's refusal is its request's."""
+    async with full_arena(tmp_path, None) as (kv, pins, load):
+        firsts = [asyncio.create_task(anext(load(room_wait_ms=60_000))) for _ in range(2 * 8)]
+        await until(lambda: kv.sidecar.tiers._num_waiting == len(firsts), what="all loads wait")
+        await pins.aclose()
+        async with asyncio.timeout(30):
+            assert all(await asyncio.gather(*firsts))
 
 
 async def test_few_loads_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
