@@ -467,8 +467,8 @@ class SchedulerSide:
         """End the threads and the channel, within the deadline."""
         ends_at_s = time.monotonic() + self._settings.shutdown_deadline_ms / 1000
         self._sidecar.close()
-        ended = self._lookup.close(max(ends_at_s - time.monotonic(), 0))
-        if not self._reporter.close(max(ends_at_s - time.monotonic(), 0)) or not ended:
+        ended = [pool.close(max(ends_at_s - time.monotonic(), 0)) for pool in (self._lookup, self._reporter)]
+        if not all(ended):
             log.warning("lookup threads still running at shutdown")
         self._tracer.close()
 
@@ -488,10 +488,9 @@ class SchedulerSide:
 
     def _report_no_load(self, load: Load) -> None:
         """Report once a request; never after preemption, whose re-admission says nothing about the prompt."""
-        if load.reported or load.request.num_preemptions:
+        is_asked = load.transfer.load or load.transfer.is_kept or load.device_tokens
+        if load.reported or load.request.num_preemptions or not is_asked:
             return
-        if not (load.transfer.load or load.transfer.is_kept or load.device_tokens):
-            return  # the turn named nothing, and does not ask
         load.reported = True
         missed = load.phase is LoadPhase.NOTHING
         self.counters.add("missed_loads" if missed else "unneeded_loads", load.reason)

@@ -11,14 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from typing_extensions import override
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, InvalidRequest, SidecarUnavailable
 from contextcache.wire.rpc import is_late, is_unanswered
-from kv_sidecar.client import EngineSidecarClient
+from kv_sidecar.client import EngineSidecarClient, MappedArena
 from vllm_plugin.connector.metadata import RankFacts
 from vllm_plugin.connector.telemetry import Counters
 
@@ -27,22 +27,8 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_MS = 250
 _LONGEST_PAUSE_MS = 10_000
 
-
-class Arena(Protocol):
-    """`kv_sidecar.client.MappedArena`; a writer to a lent slot holds it."""
-
-    borrower: str
-    """Name of this process at the sidecar."""
-    size_bytes: int
-
-    def view(self, offset: int, size_bytes: int) -> memoryview:
-        """Return a stretch of it. Raises ValueError for one that is not inside."""
-        ...
-
-    def generation(self, offset: int) -> int:
-        """Return the counter of the slot that begins there: the sidecar raises it before it lends the slot again."""
-        ...
-
+Arena: TypeAlias = MappedArena
+"""The sidecar's memory. A writer to a lent slot holds it."""
 
 OpenArena: TypeAlias = Callable[[Callable[[], None]], Arena]
 """Borrow the sidecar's arena; what is passed is called when the sidecar has gone. Raises OSError."""
