@@ -208,8 +208,9 @@ class KVSidecarClient:
 class EngineSidecarClient:
     """For the connector's threads; safe to call from several at once.
 
-    If gRPC does not end a call at its deadline, the client abandons the call and opens a new channel. When the sidecar
-    reads nothing, the old channel would keep the request of every later call too.
+    The first call opens the channel. If gRPC does not end a call at its deadline, the client abandons the call, and the
+    next one opens a new channel. When the sidecar reads nothing, the old channel would keep the request of every later
+    call too.
 
     The handshake and the calls of a save wait within their deadline for a sidecar that restarts. All other calls fail
     at once, also while gRPC backs off from a sidecar that is up again.
@@ -221,7 +222,7 @@ class EngineSidecarClient:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._is_closed = False
-        self._line = _Line(address)
+        self._open_line: _Line | None = None
 
     def handshake(self, fingerprint: str, fingerprint_json: str, rank: int, world_size: int) -> pb.HandshakeResponse:
         """Introduce one rank. Raises InvalidRequest."""
@@ -323,9 +324,19 @@ class EngineSidecarClient:
         """Close the connection; calls in flight fail."""
         with self._lock:
             self._is_closed = True
-        closing = self._line.close()
+            line, self._open_line = self._open_line, None
+        closing = None if line is None else line.close()
         if closing is not None:
             closing.join(self._timeout_s)
+
+    @property
+    def _line(self) -> _Line:
+        with self._lock:
+            if self._is_closed:
+                raise SidecarUnavailable("the connection to the sidecar is closed")
+            if self._open_line is None:
+                self._open_line = _Line(self._address)
+            return self._open_line
 
     def _call(self, method: _Method[Answer], request: Any, timeout_s: float, *, is_patient: bool = False) -> Answer:
         with _client_span(request):
@@ -352,11 +363,11 @@ class EngineSidecarClient:
             return answer
 
     def _leave(self, line: _Line) -> None:
-        """Open a new channel unless another thread has done so."""
+        """Have the next call open a new channel, unless another thread has done so."""
         with self._lock:
-            if self._line is not line or self._is_closed:
+            if self._open_line is not line:
                 return
-            self._line = _Line(self._address)
+            self._open_line = None
         line.close()
 
 

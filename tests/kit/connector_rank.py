@@ -103,7 +103,7 @@ class Rank:
 
     def manifest(self, cache_ref: str) -> Manifest:
         found: list[Manifest] = []
-        client = self.side._sidecar.get()
+        client = self.side._sidecar
         wait_until(
             lambda: fault(lambda: found.append(client.get_manifest("demo", cache_ref, 1)[0])) is None,
             what="there is a manifest",

@@ -88,7 +88,7 @@ class Engine:
         assert self._llm.reset_prefix_cache()
 
     def wait_sealed(self, cache_ref: str) -> None:
-        client = self.scheduler_side._sidecar.get()
+        client = self.scheduler_side._sidecar
         wait_until(
             lambda: fault(lambda: client.get_manifest("demo", cache_ref, 1)) is None, what="it is sealed", deadline_s=90
         )
@@ -105,7 +105,7 @@ class Engine:
     def restart_sidecar(self) -> None:
         """Start the sidecar again and wait until both halves of the connector have found it."""
         self.sidecar.start()
-        client = self.scheduler_side._sidecar.get()
+        client = self.scheduler_side._sidecar
         unknown = new_cache_ref()
         wait_until(
             lambda: fault(lambda: client.get_manifest("demo", unknown, 1)),

@@ -151,7 +151,7 @@ def test_a_context_is_there_only_when_every_rank_has_sealed_it(start_rank: Calla
     if isinstance(door.connect(1), FakeSidecar):
         return  # the fake has one rank
     ranks, cache_ref = [start_rank(0, 2), start_rank(1, 2)], new_cache_ref()
-    client = ranks[0].side._sidecar.get()
+    client = ranks[0].side._sidecar
     ranks[0].run(save=save_plan(ranks[0], cache_ref, 100, list(range(7))))
     wait_until(lambda: ranks[0].side.counters.get("saves") == 1, what="the first rank has saved", deadline_s=90)
     first = fault(lambda: client.get_manifest("demo", cache_ref, 1))
@@ -198,7 +198,7 @@ def test_parallel_loads_that_memory_cannot_hold_use_disk_and_none_is_computed(tm
 
 def _open_late(rank: Rank, together: threading.Barrier) -> None:
     """Have a rank's first load take all answers before it opens a file, and all ranks open at the same time."""
-    link = rank.side._link.sidecar.get()
+    link = rank.side._link.sidecar
     load_blocks, is_first = link.load_blocks, [True]
 
     def buffered(request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
@@ -229,7 +229,7 @@ def test_one_answer_names_all_slots_of_a_load_from_memory(start_rank: Callable[.
     num_tokens = 33 * BLOCK_TOKENS
     blocks = [*range(1, 1 + num_tokens // ENGINE_BLOCK_TOKENS)]
     rank.run(save=save_plan(rank, cache_ref, num_tokens, blocks))
-    plan, client = load_plan(rank, rank.manifest(cache_ref), blocks), rank.side._link.sidecar.get()
+    plan, client = load_plan(rank, rank.manifest(cache_ref), blocks), rank.side._link.sidecar
     load_blocks = client.load_blocks
 
     def counted(request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
@@ -260,7 +260,7 @@ def test_another_tenants_context_is_not_found(start_rank: Callable[..., Rank]) -
     rank, cache_ref = start_rank(), new_cache_ref()
     rank.run(save=save_plan(rank, cache_ref, 100, list(range(7))))
     rank.manifest(cache_ref)
-    client = rank.side._sidecar.get()
+    client = rank.side._sidecar
 
     assert isinstance(fault(lambda: client.get_manifest("other", cache_ref, 1)), CacheRefNotFound)
 
@@ -280,7 +280,7 @@ def test_blocks_two_contexts_share_are_sent_once(start_rank: Callable[..., Rank]
         expires_at_ms=2_000_000_000_000,
         started_at_ms=1_000,
     )
-    answer = rank.side._sidecar.get().prepare_save(request, 60)
+    answer = rank.side._sidecar.prepare_save(request, 60)
 
     assert (answer.num_files, list(answer.missing_files)) == (4, [2, 3])
 
@@ -289,7 +289,7 @@ def test_a_report_reaches_the_sidecar(start_rank: Callable[..., Rank], door: Doo
     rank, cache_ref = start_rank(), new_cache_ref()
     rank.run(save=save_plan(rank, cache_ref, 100, list(range(7))))
     rank.run(load=load_plan(rank, rank.manifest(cache_ref), list(range(20, 27))))
-    client, request_id = rank.side._sidecar.get(), f"request-{cache_ref}"
+    client, request_id = rank.side._sidecar, f"request-{cache_ref}"
     if isinstance(client, FakeSidecar):
         wait_until(lambda: request_id in client.reports, what="the report is there", deadline_s=90)
         report = client.reports[request_id]

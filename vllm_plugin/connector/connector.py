@@ -135,11 +135,11 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             )
 
     def connect_sidecar(self, timeout_s: float) -> EngineSidecarClient:
-        """Return a client of the sidecar; called at the first use, in a thread of ours."""
+        """Return a client of the sidecar. Its first call opens the channel, in a thread of ours."""
         return EngineSidecarClient(self._settings.sidecar, timeout_s=timeout_s)
 
     def open_arena(self, on_gone: Callable[[], None]) -> Arena:
-        """Borrow the sidecar's arena, as `connect_sidecar` is called. Raises OSError."""
+        """Borrow the sidecar's arena, in a thread of ours. Raises OSError."""
         return open_arena(self._settings.sidecar, on_gone)
 
     # Both

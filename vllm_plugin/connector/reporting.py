@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from contextcache.errors import ContextCacheError, SidecarUnavailable
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient
-from vllm_plugin.connector.sidecar_link import Arena, LazySidecar
+from vllm_plugin.connector.sidecar_link import Arena
 from vllm_plugin.connector.telemetry import Counters
 from vllm_plugin.connector.transfer import TransferPool
 
@@ -17,7 +17,7 @@ from vllm_plugin.connector.transfer import TransferPool
 class Reporter:
     """Counts and forgets reports that cannot be delivered: a receipt says less, a create waits for its deadline."""
 
-    def __init__(self, sidecar: LazySidecar, counters: Counters, *, queue_limit: int) -> None:
+    def __init__(self, sidecar: EngineSidecarClient, counters: Counters, *, queue_limit: int) -> None:
         self._sidecar = sidecar
         self._counters = counters
         self._pool = TransferPool("reports", threads=1, queue_limit=queue_limit)
@@ -63,7 +63,7 @@ class Reporter:
     def _queue(self, call: Callable[[EngineSidecarClient], None]) -> None:
         def deliver() -> None:
             try:
-                call(self._sidecar.get())
+                call(self._sidecar)
             except ContextCacheError:
                 self._counters.add("lost_reports")
 

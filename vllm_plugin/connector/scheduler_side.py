@@ -30,7 +30,7 @@ from vllm_plugin.connector.metadata import Adapter, ArenaWord, LoadPlan, RankFac
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saves.running import RunningSaves, kept_blocks, save_plan, started_at_ms
 from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import Connect, LazySidecar
+from vllm_plugin.connector.sidecar_link import Connect
 from vllm_plugin.connector.spin import IdleEngine, is_alone
 from vllm_plugin.connector.telemetry import Counters, connector_tracer
 
@@ -167,7 +167,7 @@ class SchedulerSide:
         self._pending_saves = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         self._saved_again = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         """Lost KV that a turn without a commit has brought back, or tried to, not long ago."""
-        self._sidecar = LazySidecar(connect, timeout_s=settings.manifest_deadline_ms / 1000)
+        self._sidecar = connect(settings.manifest_deadline_ms / 1000)
         self._reporter = Reporter(self._sidecar, self.counters, queue_limit=settings.queue_limit)
         self._lookup = Lookups(
             settings,

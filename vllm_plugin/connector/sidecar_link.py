@@ -45,34 +45,6 @@ class MonotonicClock(Clock):
         return time.monotonic_ns() // 1_000_000
 
 
-class LazySidecar:
-    """One client, made at the first use by whichever thread needs it; shared by all threads after that."""
-
-    def __init__(self, connect: Connect, *, timeout_s: float) -> None:
-        self._connect = connect
-        self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._client: EngineSidecarClient | None = None
-        self._closed = False
-
-    def get(self) -> EngineSidecarClient:
-        """Return the client. Raises SidecarUnavailable after `close`."""
-        with self._lock:
-            if self._closed:
-                raise SidecarUnavailable("the connector is shutting down")
-            if self._client is None:
-                self._client = self._connect(self._timeout_s)
-            return self._client
-
-    def close(self) -> None:
-        """Close the channel; calls in flight fail."""
-        with self._lock:
-            self._closed = True
-            client, self._client = self._client, None
-        if client is not None:
-            client.close()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Terms:
     """The sidecar's answer to a handshake. Calls made under these terms are in doubt together."""
@@ -89,7 +61,7 @@ class RankLink:
     facts: RankFacts
     """Facts of this rank, from `introduce` on."""
 
-    def __init__(self, sidecar: LazySidecar, open_arena: OpenArena, clock: Clock, counters: Counters) -> None:
+    def __init__(self, sidecar: EngineSidecarClient, open_arena: OpenArena, clock: Clock, counters: Counters) -> None:
         self.sidecar = sidecar
         self._open_arena = open_arena
         self._clock = clock
@@ -182,9 +154,7 @@ class RankLink:
             # The handshake waits for a sidecar that restarts. Meanwhile no save waits for the handshake.
             self._next_try_at_ms = self._clock.now_ms() + _LONGEST_PAUSE_MS
         try:
-            answer = self.sidecar.get().handshake(
-                facts.fingerprint, facts.fingerprint_json, facts.rank, facts.world_size
-            )
+            answer = self.sidecar.handshake(facts.fingerprint, facts.fingerprint_json, facts.rank, facts.world_size)
             if answer.block_tokens < 1:
                 raise InvalidRequest("the sidecar sent no block size")
         except ContextCacheError as exc:

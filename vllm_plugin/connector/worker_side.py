@@ -30,7 +30,7 @@ from vllm_plugin.connector.metadata import ArenaWord, LoadPlan, RankFacts, SaveP
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saves.saving import Saver
 from vllm_plugin.connector.settings import CODEC_NONE, WEIGHTS_UNNAMED, ConnectorSettings
-from vllm_plugin.connector.sidecar_link import Arena, Connect, LazySidecar, OpenArena, RankLink
+from vllm_plugin.connector.sidecar_link import Arena, Connect, OpenArena, RankLink
 from vllm_plugin.connector.telemetry import Counters, connector_tracer
 from vllm_plugin.connector.transfer import ResultBox, Results, TransferPool
 
@@ -63,7 +63,7 @@ class WorkerSide:
         )
         self._tracer = connector_tracer(settings, self.counters)
         self._results = ResultBox()
-        self._sidecar = LazySidecar(connect, timeout_s=settings.prepare_deadline_ms / 1000)
+        self._sidecar = connect(settings.prepare_deadline_ms / 1000)
         self._open_arena = open_arena
         self._link = RankLink(self._sidecar, self._borrow, self._clock, self.counters)
         limit = settings.queue_limit

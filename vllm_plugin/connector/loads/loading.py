@@ -318,7 +318,7 @@ class Loader:
         if pieces or len(asked) < len(plan.pieces):  # the next call needs their room
             load.lease_id = ""
             with suppress(ContextCacheError):
-                self._link.sidecar.get().end_load(lease_id)
+                self._link.sidecar.end_load(lease_id)
         return list(pieces.values())
 
     def _took(self, load: Load, future: Future[None]) -> None:
@@ -336,7 +336,7 @@ class Loader:
         """
         asked_s = time.perf_counter()
         try:
-            for answer in self._link.sidecar.get().load_blocks(request, self._remaining_s(load)):
+            for answer in self._link.sidecar.load_blocks(request, self._remaining_s(load)):
                 load.first_slot_s = load.first_slot_s or time.perf_counter() - asked_s
                 self._remaining_s(load)
                 part, part_bytes = list[_Arrival](), 0

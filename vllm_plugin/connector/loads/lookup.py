@@ -19,9 +19,9 @@ from contextcache.model import CacheRef, Manifest
 from contextcache.names import prompt_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import Tracer
+from kv_sidecar.client import EngineSidecarClient
 from vllm_plugin.connector.metadata import RankFacts, common_prefix, refusal
 from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import LazySidecar
 from vllm_plugin.connector.telemetry import Counters
 from vllm_plugin.connector.transfer import TransferPool
 
@@ -109,7 +109,7 @@ class Lookups:
     def __init__(
         self,
         settings: ConnectorSettings,
-        sidecar: LazySidecar,
+        sidecar: EngineSidecarClient,
         saves: PendingSaves,
         *,
         counters: Counters,
@@ -178,7 +178,7 @@ class Lookups:
         # Longer than the request waits: a late answer still ends the silence.
         timeout_s = (self._limit_ms + self._settings.manifest_deadline_ms) / 1000
         try:
-            manifest, answer = self._sidecar.get().resolve(question, timeout_s)
+            manifest, answer = self._sidecar.resolve(question, timeout_s)
         except ContextCacheError as exc:
             self._is_silent = isinstance(exc, SidecarUnavailable) and self._clock.now_ms() >= deadline_ms
             self._counters.add("failed_matches", exc.code)

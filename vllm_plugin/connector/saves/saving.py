@@ -381,7 +381,7 @@ class Saver:
         self, save: Save, plan: SavePlan, groups: Sequence[pb.KVGroup], num_tokens: int
     ) -> pb.ExtendSaveResponse | pb.PrepareSaveResponse:
         """Have the sidecar know the tokens that it lacks, all of them if it has no such save; return the files."""
-        facts, sidecar, timeout_s = self.link.facts, self.link.sidecar.get(), self._timeout_s(save, plan)
+        facts, sidecar, timeout_s = self.link.facts, self.link.sidecar, self._timeout_s(save, plan)
         request = pb.PrepareSaveRequest(
             tenant=plan.tenant,
             session_id=plan.session_id,
@@ -426,7 +426,7 @@ class Saver:
             timeout_ms=min(_SLOT_WAIT_MS, int(timeout_s * 500)) if waits else 0,
         )
         try:
-            slots = self.link.sidecar.get().lend_slots(request, timeout_s)
+            slots = self.link.sidecar.lend_slots(request, timeout_s)
         except SidecarUnavailable as exc:
             if is_late(exc):
                 self.link.lost(part.terms)
@@ -479,7 +479,7 @@ class Saver:
             return
         crash_point(BEFORE_HAND_OVER)
         requests = _requests(part.plan.cache_ref, self.link.facts.rank, files)
-        taken = self.link.sidecar.get().save_blocks(requests, self._timeout_s(save, part.plan, hands_over=True))
+        taken = self.link.sidecar.save_blocks(requests, self._timeout_s(save, part.plan, hands_over=True))
         if taken.num_blocks != len(files):
             raise SaveIncomplete("the sidecar refused a block")
         del part.staged[: len(files)]
@@ -489,7 +489,7 @@ class Saver:
     def _seal(self, _save: Save, part: Part) -> None:
         crash_point(BEFORE_SEAL)
         timeout_s = self.settings.save_deadline_ms / 1000
-        part.is_durable = self.link.sidecar.get().seal(part.plan.cache_ref, self.link.facts.rank, timeout_s)
+        part.is_durable = self.link.sidecar.seal(part.plan.cache_ref, self.link.facts.rank, timeout_s)
         crash_point(AFTER_SEAL)
 
     def _fault_of(self, step: str, save: Save, part: Part, work: Callable[[Save, Part], None]) -> str:

@@ -90,7 +90,7 @@ class World:
         link: Any = SimpleNamespace(
             facts=SimpleNamespace(rank=0, world_size=1),
             terms=lambda: SimpleNamespace(arena=arena),
-            sidecar=SimpleNamespace(get=lambda: self),
+            sidecar=self,
             doubt=lambda *_: None,
         )
         self.loader = Loader(

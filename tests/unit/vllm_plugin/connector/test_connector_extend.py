@@ -25,7 +25,7 @@ from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saves.running import RunningSaves
 from vllm_plugin.connector.saves.saving import PHASES, SavePhase, Saver
 from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import LazySidecar, RankLink
+from vllm_plugin.connector.sidecar_link import RankLink
 from vllm_plugin.connector.telemetry import Counters
 from vllm_plugin.connector.transfer import ResultBox, TransferPool
 
@@ -97,15 +97,14 @@ def sidecar() -> CountingSidecar:
 @pytest.fixture
 def saver(sidecar: CountingSidecar) -> Iterator[Saver]:
     clock, counters = ManualClock(), Counters()
-    lazy = LazySidecar(lambda _s: sidecar, timeout_s=1)
-    link = RankLink(lazy, lambda _gone: sidecar.arena, clock, counters)
+    link = RankLink(sidecar, lambda _gone: sidecar.arena, clock, counters)
     link.introduce(FACTS)
     saver = Saver(
         settings=ConnectorSettings("s", "f"),
         link=link,
         layers=NoPages(),
         results=ResultBox(),
-        reporter=Reporter(lazy, counters, queue_limit=4),
+        reporter=Reporter(sidecar, counters, queue_limit=4),
         counters=counters,
         clock=clock,
         tracer=NO_TRACER,
@@ -188,7 +187,7 @@ def test_a_save_that_the_sidecar_has_lost_is_opened_again_with_all_tokens(
     plans = plans_of(4 * STEP_TOKENS)
     carry_out(saver, plans[:2])
     fresh = FakeSidecar(block_tokens=FILE_TOKENS)
-    saver.link.sidecar._client = fresh
+    saver.link.sidecar = fresh
     fresh.memory.borrowers.add("engine")
     saver.link._terms = None
     saver.link._arena = fresh.arena
@@ -264,7 +263,7 @@ def test_a_page_that_a_running_request_fills_has_no_digest(
 
     monkeypatch.setattr(saver, "layers", Digested())
     sidecar = FakeSidecar(block_tokens=FILE_TOKENS)
-    saver.link.sidecar._client, saver.link._open_arena = sidecar, lambda _gone: sidecar.arena
+    saver.link.sidecar, saver.link._open_arena = sidecar, lambda _gone: sidecar.arena
     num_tokens = FILE_TOKENS + 5
     block_ids = (tuple(range(1, num_tokens // BLOCK_TOKENS + 2)),)
     plan = replace(plans_of(STEP_TOKENS)[0], token_ids=bytes(4 * num_tokens), block_ids=block_ids, early=False)

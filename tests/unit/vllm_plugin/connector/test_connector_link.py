@@ -13,7 +13,7 @@ from contextcache.errors import ContextCacheError, SidecarUnavailable, StorageFu
 from contextcache.wire.rpc import CODE_KEY
 from tests.unit.vllm_plugin.connector.fake_sidecar import FailedCall
 from vllm_plugin.connector.metadata import EngineGroup, RankFacts
-from vllm_plugin.connector.sidecar_link import LazySidecar, RankLink
+from vllm_plugin.connector.sidecar_link import RankLink
 from vllm_plugin.connector.telemetry import Counters
 
 
@@ -101,7 +101,7 @@ def linked(*, fails: int = 0) -> tuple[Link, list[Any], ManualClock]:
         return object()
 
     sidecar: Any = SimpleNamespace(handshake=handshake)
-    link = Link(LazySidecar(lambda _s: sidecar, timeout_s=1), open_arena, clock, Counters())
+    link = Link(sidecar, open_arena, clock, Counters())
     link.seen = []
     link.introduce(RankFacts("f", "{}", 0, 1, (EngineGroup("full_attention", 16),)))
     return link, opened, clock

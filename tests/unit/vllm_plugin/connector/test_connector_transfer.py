@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -12,12 +14,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar.client import EngineSidecarClient
 from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
-from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from vllm_plugin.connector.loads.lookup import PendingSaves
 from vllm_plugin.connector.metadata import RankFacts
-from vllm_plugin.connector.sidecar_link import LazySidecar
 from vllm_plugin.connector.telemetry import ConnectorPromMetrics, ConnectorStats, Counters, hit_source
 from vllm_plugin.connector.transfer import ResultBox, TransferPool
 
@@ -137,20 +138,25 @@ def test_pending_saves_end_by_word_or_by_age_and_are_bounded() -> None:
     assert "c" not in saves
 
 
-def test_the_client_is_made_at_the_first_use_and_never_after_closing() -> None:
-    made: list[float] = []
+def test_a_channel_is_opened_by_the_first_call_and_never_after_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    open_channel = grpc.insecure_channel
 
-    def connect(timeout_s: float) -> FakeSidecar:
-        made.append(timeout_s)
-        return FakeSidecar()
+    def opened(address: str, **options: Any) -> grpc.Channel:
+        made.append(address)
+        return open_channel(address, **options)
 
-    lazy = LazySidecar(connect, timeout_s=0.5)
+    monkeypatch.setattr(grpc, "insecure_channel", opened)
+    client = EngineSidecarClient("127.0.0.1:1", timeout_s=0.5)
     assert made == []
-    assert lazy.get() is lazy.get()
-    assert made == [0.5]
-    lazy.close()
+    for _ in range(2):
+        with pytest.raises(SidecarUnavailable):
+            client.end_load("lease")
+    assert made == ["127.0.0.1:1"]
+    client.close()
     with pytest.raises(SidecarUnavailable):
-        lazy.get()
+        client.end_load("lease")
+    assert len(made) == 1
 
 
 def test_ranks_that_differ_turn_the_connector_off(engine: Engine) -> None:

@@ -107,7 +107,7 @@ class World:
         link = SimpleNamespace(
             facts=SimpleNamespace(rank=0, world_size=1),
             terms=lambda: SimpleNamespace(arena=self.arena),
-            sidecar=SimpleNamespace(get=lambda: self),
+            sidecar=self,
             doubt=lambda *_: None,
         )
         settings = SimpleNamespace(load_deadline_ms=5_000, load_bytes_per_ms_min=100_000)
