@@ -181,7 +181,7 @@ class Memory:
         self.give_back(borrower, list(self._lent))
 
     def next_room(self) -> asyncio.Event:
-        """Return what is set once a slot or the last pin of a slot is freed, which may make room.
+        """Return what is set once a loan, a slot or the last pin of a slot ends, which may make room.
 
         Ask for it before the look for room: room that comes between the look and the wait then counts.
         """
@@ -196,6 +196,7 @@ class Memory:
     def _end_loan(self, lent: LentSlot) -> Slot:
         del self._lent[lent.slot_id]
         self.lent_bytes -= lent.slot.size_bytes
+        self._tell_of_room()
         return lent.slot
 
     def _add_idle(self, slot: Slot) -> None:

@@ -403,6 +403,25 @@ async def test_who_waits_for_a_slot_gets_it_as_there_is_room(kv: SidecarUnderTes
     assert kv.memory.lent_bytes == kv.missing_bytes() == 0
 
 
+async def test_who_waits_for_a_slot_does_not_wait_for_the_disk(kv: SidecarUnderTest, disk: Disk) -> None:
+    """Seen failing: the share of the engine was free with the hand-over, and nobody told until the file was durable."""
+    go_on = threading.Event()
+    disk.at_rename = lambda: go_on.wait(60)
+    new = await prepared(kv)
+    take = await in_slot(kv, new)
+    waiting = asyncio.create_task(kv.catalog.lend(BORROWER, [(place_of(new, 1), FILE_BYTES)], timeout_s=120))
+    await asyncio.sleep(0)
+    taking = asyncio.create_task(take())
+    try:
+        async with asyncio.timeout(30):
+            (lent,) = await waiting
+        assert not taking.done()
+    finally:
+        go_on.set()
+        await taking
+    kv.memory.give_back(BORROWER, [lent.slot_id])
+
+
 async def test_who_stops_waiting_for_a_slot_has_none(kv: SidecarUnderTest) -> None:
     new = await prepared(kv)
     let_go = await returned(kv, new)
