@@ -37,7 +37,7 @@ from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
 from contextcache.wire.messages import message_of, value_of
-from contextcache.wire.rpc import error_from_rpc, within
+from contextcache.wire.rpc import answer_of, within
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
 
@@ -247,8 +247,5 @@ class ContextManagerClient:
         stub: Any = pb_grpc.ContextManagerServiceStub(self._connection.channel())
         with child_span(f"{_SERVICE}/{method}", kind=SpanKind.CLIENT):
             call = getattr(stub, method)
-            try:
-                answer = call(message, timeout=self._timeout_s, metadata=trace_metadata(), wait_for_ready=False)
-                return await within(answer, self._timeout_s)
-            except grpc.RpcError as exc:
-                raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
+            answer = call(message, timeout=self._timeout_s, metadata=trace_metadata(), wait_for_ready=False)
+            return await answer_of(answer, self._timeout_s, unavailable=StoreUnavailable)

@@ -30,7 +30,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
 from contextcache.wire.messages import value_of
-from contextcache.wire.rpc import CHANNEL_OPTIONS, GRACE_S, error_from_rpc, late_call, within
+from contextcache.wire.rpc import CHANNEL_OPTIONS, GRACE_S, answer_of, error_from_rpc, late_call
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
 from kv_sidecar.format.block_file import (
@@ -194,9 +194,8 @@ class KVSidecarClient:
         timeout_s = self._timeout_s + wait_ms / 1000
         with _client_span(request):
             try:
-                return await within(method(request, timeout=timeout_s, metadata=trace_metadata()), timeout_s)
-            except grpc.RpcError as exc:
-                raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+                call = method(request, timeout=timeout_s, metadata=trace_metadata())
+                return await answer_of(call, timeout_s, unavailable=SidecarUnavailable)
             except asyncio.CancelledError as exc:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():

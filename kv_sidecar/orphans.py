@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import grpc
+from typing import Any
 
 from contextcache.errors import ContextCacheError, InvalidRequest, StoreUnavailable
 from contextcache.model import CacheRef, HeldCacheRef, SessionId, TenantId, Usage
@@ -26,7 +25,7 @@ from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
 from contextcache.wire.messages import message_of
-from contextcache.wire.rpc import Answer, cause_of, error_from_rpc, within
+from contextcache.wire.rpc import answer_of, cause_of
 from contextcache.wire.tls import WatchedTls
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.manifests import ManifestRecord
@@ -56,29 +55,22 @@ class ManagerQuestions:
 
     async def orphans(self, held: Sequence[HeldCacheRef]) -> Sequence[int]:
         """Return the positions in `held` (at most `QUESTION_REFS`) that no session names."""
-        request = message_of(pb.CheckCacheRefsRequest, held=held)
-        return tuple((await self._ask(self._stub().CheckCacheRefs, request)).orphans)
+        return tuple((await self._ask("CheckCacheRefs", held=held)).orphans)
 
     async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str, instead_of: str = "") -> None:
         """Record the pod that holds a session's KV."""
-        request = pb.NoteHolderRequest(tenant=tenant, session_id=session_id, holder=holder, instead_of=instead_of)
-        await self._ask(self._stub().NoteHolder, request)
+        await self._ask("NoteHolder", tenant=tenant, session_id=session_id, holder=holder, instead_of=instead_of)
 
     async def add_usage(self, tenant: TenantId, usage: Sequence[Usage], *, sender: str, number: int) -> None:
         """Count a batch once: its number is above that of every former batch of this sender."""
-        request = message_of(
-            pb.AddUsageRequest, tenant=tenant, batch_id=sender, usage=usage, sender=sender, number=number
-        )
-        await self._ask(self._stub().AddUsage, request)
+        await self._ask("AddUsage", tenant=tenant, batch_id=sender, usage=usage, sender=sender, number=number)
 
-    def _stub(self) -> pb_grpc.ContextManagerServiceAsyncStub:
-        return pb_grpc.ContextManagerServiceStub(self._connection.channel())
-
-    async def _ask(self, method: Callable[..., Awaitable[Answer]], request: object) -> Answer:
-        try:
-            return await within(method(request, timeout=self._timeout_s), self._timeout_s)
-        except grpc.RpcError as exc:
-            raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
+    async def _ask(self, method: str, **fields: Any) -> Any:
+        """Call a method of the service with the fields of its request."""
+        stub = pb_grpc.ContextManagerServiceStub(self._connection.channel())
+        request = message_of(getattr(pb, f"{method}Request"), **fields)
+        call = getattr(stub, method)(request, timeout=self._timeout_s)
+        return await answer_of(call, self._timeout_s, unavailable=StoreUnavailable)
 
     async def close(self) -> None:
         """Close the connection; a call in flight fails."""

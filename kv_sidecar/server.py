@@ -11,7 +11,6 @@ import grpc.aio
 from typing_extensions import override
 
 from contextcache.errors import InvalidRequest
-from contextcache.model import KVGroup
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.messages import message_of, value_of
@@ -20,7 +19,7 @@ from contextcache.wire.servers import GrpcServer, plain_server
 from contextcache.wire.tracing import NO_TRACER, Tracer
 from kv_sidecar.catalog import ForkTerms
 from kv_sidecar.client import SERVICE_NAME, TIER_NAMES
-from kv_sidecar.format.ids import check_fingerprint, unpack_token_ids
+from kv_sidecar.format.ids import check_fingerprint
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE
 from kv_sidecar.moving.peer import STREAMS_MAX, FrameAssembly
 from kv_sidecar.moving.pulling import Wanted
@@ -71,34 +70,13 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def PrepareSave(self, request: pb.PrepareSaveRequest, context: Context) -> pb.PrepareSaveResponse:
-        new = NewSave(
-            tenant=request.tenant,
-            session_id=request.session_id,
-            cache_ref=request.cache_ref,
-            fingerprint=request.fingerprint,
-            rank=request.rank,
-            world_size=request.world_size,
-            token_ids=_token_ids(request.token_ids),
-            expires_at_ms=request.expires_at_ms,
-            started_at_ms=request.started_at_ms,
-            groups=tuple(value_of(KVGroup, group) for group in request.groups),
-            early=request.early,
-        )
-        prepared = await self._catalog.prepare_save(new)
-        return pb.PrepareSaveResponse(missing_files=prepared.missing_files, num_files=prepared.num_files)
+        prepared = await self._catalog.prepare_save(value_of(NewSave, request))
+        return message_of(pb.PrepareSaveResponse, prepared)
 
     @override
     async def ExtendSave(self, request: pb.ExtendSaveRequest, context: Context) -> pb.ExtendSaveResponse:
-        more = MoreTokens(
-            tenant=request.tenant,
-            cache_ref=request.cache_ref,
-            rank=request.rank,
-            first_token=request.first_token,
-            token_ids=_token_ids(request.token_ids),
-            early=request.early,
-        )
-        prepared = await self._catalog.extend_save(more)
-        return pb.ExtendSaveResponse(missing_files=prepared.missing_files, num_files=prepared.num_files)
+        prepared = await self._catalog.extend_save(value_of(MoreTokens, request))
+        return message_of(pb.ExtendSaveResponse, prepared)
 
     @override
     async def SaveBlocks(
@@ -162,7 +140,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         record = await self._catalog.wait_sealed(request.tenant, request.cache_ref, timeout_s=timeout_ms / 1000)
         if record is None:
             return pb.WaitSealedResponse(reason=self._catalog.refs.get(request.tenant, request.cache_ref).failure)
-        return pb.WaitSealedResponse(sealed=True, num_tokens=record.num_tokens, size_bytes=record.size_bytes)
+        return message_of(pb.WaitSealedResponse, record, sealed=True)
 
     @override
     async def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:
@@ -231,17 +209,12 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         record = await self._catalog.fork(value_of(ForkTerms, request))
         if record is None:
             return pb.ForkContextResponse()
-        return pb.ForkContextResponse(
-            forked=True,
-            num_tokens=record.num_tokens,
-            size_bytes=record.size_bytes,
-            tier=TIERS[self._catalog.tier_of(record)],
-        )
+        return message_of(pb.ForkContextResponse, record, forked=True, tier=TIERS[self._catalog.tier_of(record)])
 
     @override
     async def DeleteContext(self, request: pb.DeleteContextRequest, context: Context) -> pb.DeleteContextResponse:
         removed = await self._sidecar.delete(request.tenant, request.session_id, tuple(request.cache_refs))
-        return pb.DeleteContextResponse(num_manifests=removed.num_manifests, freed_bytes=removed.freed_bytes)
+        return message_of(pb.DeleteContextResponse, removed)
 
     @override
     async def ReportLoad(self, request: pb.ReportLoadRequest, context: Context) -> pb.ReportLoadResponse:
@@ -306,13 +279,6 @@ def serve(sidecar: Sidecar, addresses: list[str], *, tracer: Tracer = NO_TRACER)
     server = plain_server(tls=sidecar.tls, max_concurrent_rpcs=CALLS_MAX, tracer=tracer)
     pb_grpc.add_KVSidecarServiceServicer_to_server(KVSidecarServicer(sidecar), server)
     return GrpcServer(server, service_name=SERVICE_NAME, addresses=addresses, tls=sidecar.tls)
-
-
-def _token_ids(packed: bytes) -> tuple[int, ...]:
-    try:
-        return unpack_token_ids(packed)
-    except ValueError as exc:
-        raise InvalidRequest("token ids must have four bytes each", param="token_ids") from exc
 
 
 def _in_slot(block: FetchedBlock) -> pb.LoadBlocksResponse:

@@ -1,12 +1,14 @@
 """Dataclasses and protobuf messages, converted by the names of their fields. Pure.
 
 A dataclass field corresponds to the message field of the same name, and an enum member to the message's enum member.
+A tuple corresponds to a bytes field that packs its numbers as unsigned 32-bit little-endian integers.
 Dataclass fields that the message lacks are not sent. `_FIELDS` and `_ARGUMENTS` have those whose shapes differ.
 The rules of a class are compiled once, at its first conversion.
 """
 
 from __future__ import annotations
 
+import struct
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -17,7 +19,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
 
-from contextcache.errors import ContextCacheError
+from contextcache.errors import ContextCacheError, InvalidRequest
 from contextcache.model import CacheSessionMetadata, KVGroup, Manifest, Usage, UsageReport, kv_kind
 from contextcache.terms import Terms
 
@@ -132,11 +134,19 @@ def _converter(hint: Any, field: Any) -> Callable[[Any], Any]:
         return lambda message: _member(members, get(message), field)
     inner = next(iter(get_args(hint)), hint)
     if field.message_type is None or field.message_type.GetOptions().map_entry:
-        container = dict if field.message_type else tuple
+        numbers_of = partial(_numbers_of, name) if field.type == field.TYPE_BYTES else tuple
+        container = dict if field.message_type else numbers_of
         return lambda message: container(get(message))
     if inner is hint:
         return lambda message: value_of(hint, get(message))
     return lambda message: tuple(value_of(inner, one) for one in get(message))
+
+
+def _numbers_of(name: str, packed: bytes) -> tuple[int, ...]:
+    """Return unsigned 32-bit little-endian integers. Raises InvalidRequest."""
+    if len(packed) % 4:
+        raise InvalidRequest(f"{name} must have four bytes each", param=name)
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 
 def _member(members: Mapping[int, Enum], number: int, field: Any) -> Enum:

@@ -95,6 +95,14 @@ async def within(call: Awaitable[Answer], timeout_s: float) -> Answer:
         raise late_call() from exc
 
 
+async def answer_of(call: Awaitable[Answer], timeout_s: float, *, unavailable: type[ContextCacheError]) -> Answer:
+    """Return a call's answer. Raises the error that the server raised; `unavailable` without an answer of ours."""
+    try:
+        return await within(call, timeout_s)
+    except grpc.RpcError as exc:
+        raise error_from_rpc(exc, unavailable=unavailable) from exc
+
+
 def error_from_rpc(exc: grpc.RpcError, *, unavailable: type[ContextCacheError]) -> ContextCacheError:
     """Return the error that the server raised; `unavailable` if it sent none of ours.
 

@@ -21,7 +21,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.channels import open_channel
 from contextcache.wire.messages import value_of
-from contextcache.wire.rpc import Answer, error_from_rpc, within
+from contextcache.wire.rpc import Answer, answer_of, error_from_rpc
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import trace_metadata
 from kv_sidecar.format.ids import TOKEN_BYTES, pack_token_ids
@@ -121,10 +121,8 @@ class PeerSidecar:
 
 
 async def _told(method: Callable[..., Awaitable[Answer]], request: object, timeout_s: float) -> Answer:
-    try:
-        return await within(method(request, timeout=timeout_s, metadata=trace_metadata()), timeout_s)
-    except grpc.RpcError as exc:
-        raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+    call = method(request, timeout=timeout_s, metadata=trace_metadata())
+    return await answer_of(call, timeout_s, unavailable=SidecarUnavailable)
 
 
 @dataclass(frozen=True)

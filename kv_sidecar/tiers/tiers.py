@@ -46,14 +46,9 @@ TierName: TypeAlias = Literal["host", "disk", "peer", "object"]
 class DamagedBlock(CorruptBlock):
     """A stored block with wrong bytes."""
 
-    key: BlockKey
-
-    @classmethod
-    def of(cls, key: BlockKey, error: CorruptBlock) -> DamagedBlock:
-        """Return the error with the block's key."""
-        damaged = cls(str(error))
-        damaged.key = key
-        return damaged
+    def __init__(self, key: BlockKey, message: str) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +203,7 @@ class Tiers:
         """
         wanted = _wanted(manifest, rank, block_indices)
         if in_slots and not verify:
-            found = [(it, self._at_hand(it)) for it in wanted]
-            at_hand = [fetched for _, fetched in found if fetched is not None]
-            if at_hand:
-                room_wait_s = 0
-                yield self._counted(at_hand)
-            async with aclosing(self._bring([it for it, fetched in found if fetched is None])) as groups:
+            async with aclosing(self._bring(wanted)) as groups:
                 async for group in groups:
                     found = [(it, self._at_hand(it)) for it in group]
                     if at_hand := [fetched for _, fetched in found if fetched is not None]:
@@ -240,7 +230,8 @@ class Tiers:
         while True:
             room = self.memory.next_room()
             try:
-                return await self._look(it, in_slots=in_slots)
+                # Goes on when the caller is cancelled: a step ends with the state of the disk.
+                return await self._threads.finish(self._look(it, in_slots=in_slots))
             except StorageFull:
                 if not room_wait_s or self._num_waiting >= _WAITING_MAX:
                     raise
@@ -337,8 +328,12 @@ class Tiers:
     async def _bring(self, wanted: Sequence[_Wanted]) -> AsyncGenerator[Sequence[_Wanted], None]:
         """Yield blocks, some at a time, once their files are in memory as far as they can be; reads ahead.
 
-        Several files a thread: each is small, and to begin a thread for it takes as long as to read it.
+        Blocks in memory are the first group. Several files a thread: each is small, and to begin a thread for it takes
+        as long as to read it.
         """
+        if here := [it for it in wanted if self.blocks.get(it.key).in_memory is not None]:
+            yield here
+            wanted = [it for it in wanted if self.blocks.get(it.key).in_memory is None]
         groups, num_begun, num_prefetched = self._groups(wanted), 0, 0
         ahead, prefetches = deque[tuple[Sequence[_Wanted], asyncio.Task[None]]](), list[asyncio.Task[None]]()
         try:
@@ -422,13 +417,7 @@ class Tiers:
         return FetchedBlock(it.block_index, tier, it.vouched, slot, data)
 
     async def _look(self, it: _Wanted, *, in_slots: bool) -> FetchedBlock:
-        """Serve one block, every byte compared: from memory, else from disk by way of memory.
-
-        Goes on when the caller is cancelled: a step ends with the state of the disk.
-        """
-        return await self._threads.finish(self._look_alone(it, in_slots=in_slots))
-
-    async def _look_alone(self, it: _Wanted, *, in_slots: bool) -> FetchedBlock:
+        """Serve one block, every byte compared: from memory, else from disk by way of memory."""
         block = await self.blocks.settled(it.key)
         if not block.is_stored:
             raise CacheRefNotFound(_MISSING)
@@ -457,7 +446,7 @@ class Tiers:
             self.blocks.found(block, None)
             raise CacheRefNotFound(_MISSING) from exc
         except CorruptBlock as exc:
-            raise DamagedBlock.of(it.key, exc) from exc
+            raise DamagedBlock(it.key, str(exc)) from exc
         except OSError as exc:
             raise SidecarUnavailable("the disk cannot be read") from exc
         else:
