@@ -197,17 +197,10 @@ class ContextCatalog:
                 memory.free(slot)
             raise
 
-        async def store() -> int:
-            try:
-                size_bytes = sum(slot.size_bytes for slot in slots)
-                await self.retention.make_room(save.new.tenant, size_bytes, for_kept=save.new.is_kept)
-            except BaseException:
-                for slot in slots:
-                    memory.free(slot)
-                raise
-            return await self.tiers.take_slots(list(zip(slots, expected, strict=True)))
-
-        return await self._finish(self._take(ref, save, expected, store()))
+        size_bytes = sum([slot.size_bytes for slot in slots])
+        room = self.retention.make_room(save.new.tenant, size_bytes, for_kept=save.new.is_kept)
+        storing = self.tiers.take_slots(list(zip(slots, expected, strict=True)), room)
+        return await self._finish(self._take(ref, save, expected, storing))
 
     async def take_block(
         self, cache_ref: CacheRef, rank: int, block_index: int, data: Buffer, *, vouched: str = ""
@@ -217,12 +210,9 @@ class ContextCatalog:
         `vouched`: the checksum in the sender's manifest; empty: it has none.
         """
         ref, save, expected = self._intake.expected(cache_ref, rank, [block_index])
-
-        async def store() -> int:
-            await self.retention.make_room(save.new.tenant, len(data), for_kept=save.new.is_kept)
-            return await self.tiers.take_bytes(data, expected[0], vouched=vouched)
-
-        return await self._finish(self._take(ref, save, expected, store()))
+        room = self.retention.make_room(save.new.tenant, len(data), for_kept=save.new.is_kept)
+        storing = self.tiers.take_bytes(data, expected[0], room, vouched=vouched)
+        return await self._finish(self._take(ref, save, expected, storing))
 
     async def _take(self, ref: Ref, save: Save, files: Sequence[BlockMeta], storing: Coroutine[Any, Any, int]) -> int:
         """Store files. A failure ends the save. Files that arrive after that are freed."""

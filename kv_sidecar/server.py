@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -83,7 +84,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         self, request_iterator: AsyncIterator[pb.SaveBlocksRequest], context: Context
     ) -> pb.SaveBlocksResponse:
         taken = pb.SaveBlocksResponse()
-        async with FrameAssembly(self._frame_slots, limit_bytes=BLOCK_BYTES_MAX) as frames:
+        with closing(FrameAssembly(self._frame_slots, limit_bytes=BLOCK_BYTES_MAX)) as frames:
             async for request in request_iterator:
                 files = [(slot.block_index, slot.slot_id) for slot in request.slots]
                 if request.WhichOneof("payload") == "slot_id":
@@ -99,7 +100,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
                 if data is not None:
                     taken.size_bytes += await self._catalog.take_block(*place, data)
                     taken.num_blocks += 1
-                    frames.release()
+                    frames.close()
             frames.check_finished()
         return taken
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import grpc
@@ -98,7 +98,7 @@ class PeerSidecar:
         call: Any = self._stub.LoadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
         wanted = list(block_indices)
         try:
-            async with FrameAssembly(self._slots, limit_bytes=self._limit_bytes) as frames:
+            with closing(FrameAssembly(self._slots, limit_bytes=self._limit_bytes)) as frames:
                 async for response in call:
                     if not wanted:
                         raise CorruptBlock("the peer sent more blocks than the pull requested")
@@ -204,16 +204,8 @@ class FrameAssembly:
     _place: Place | None = None
     _data: bytearray = field(default_factory=bytearray)
 
-    async def __aenter__(self) -> FrameAssembly:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
-
     async def add(self, place: Place, frame: bytes, *, last: bool) -> bytearray | None:
-        """Append a frame; return the whole file after its last one, to be used before `release()`.
+        """Append a frame; return the whole file after its last one, to be used before `close()`.
 
         Raises InvalidRequest when the file is too large or another's frame comes in between.
         """
@@ -234,7 +226,7 @@ class FrameAssembly:
         self._data = bytearray()
         return self.slots.release
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Forget the file and let another stream go on. Harmless when there is none."""
         if self._place is not None:
             self._place = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -127,28 +127,30 @@ class Tiers:
         self._num_waiting = 0
         """Loads that wait for room."""
 
-    async def take_slots(self, files: Sequence[tuple[Slot, BlockMeta]]) -> int:
+    async def take_slots(self, files: Sequence[tuple[Slot, BlockMeta]], room: Awaitable[None]) -> int:
         """Verify files in slots that were handed over, copy them to disk and keep them in memory; return their bytes.
 
-        A slot is its block's afterwards, or free. Raises CorruptBlock, StorageFull, ContextQuotaExceeded, OSError for
-        the first file that cannot be kept; the files after it are not written.
+        A slot is its block's afterwards, or free. `room`: awaited first, evicts for them. Raises its errors, and
+        CorruptBlock, StorageFull, ContextQuotaExceeded, OSError for the first file that cannot be kept; the files after
+        it are not written.
         """
         view = self.memory.view
-        await self._take([_Incoming(expected.key, expected, view(slot), slot, True) for slot, expected in files])
+        await self._take([_Incoming(expected.key, expected, view(slot), slot, True) for slot, expected in files], room)
         return sum(slot.size_bytes for slot, _ in files)
 
-    async def take_bytes(self, data: Buffer, expected: BlockMeta, *, vouched: str = "") -> int:
+    async def take_bytes(self, data: Buffer, expected: BlockMeta, room: Awaitable[None], *, vouched: str = "") -> int:
         """Verify a block file that came in frames and keep it; return its bytes.
 
         `vouched`: the checksum it must have; empty: any. Raises as `take_slots`.
         """
-        await self._take([_Incoming(expected.key, expected, data, vouched=vouched)])
+        await self._take([_Incoming(expected.key, expected, data, vouched=vouched)], room)
         return len(data)
 
-    async def _take(self, files: Sequence[_Incoming]) -> None:
+    async def _take(self, files: Sequence[_Incoming], room: Awaitable[None]) -> None:
         """Take files together, except those with a step of another call: they are taken when it has ended."""
         left = files
         try:
+            await room
             while left:
                 ready = {it.key: it for it in left if self.blocks.get(it.key).over is None}
                 if ready:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import tracemalloc
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -264,7 +264,7 @@ def test_frames_in_any_order_are_whole_files_or_refused_and_give_their_slot_back
     async def play() -> None:
         slots, limit = asyncio.Semaphore(1), 64
         try:
-            async with FrameAssembly(slots, limit_bytes=limit) as assembly:
+            with closing(FrameAssembly(slots, limit_bytes=limit)) as assembly:
                 sent = b""
                 for index, frame, last in frames:
                     whole = await assembly.add(("ref", 0, index), frame, last=last)
@@ -273,7 +273,7 @@ def test_frames_in_any_order_are_whole_files_or_refused_and_give_their_slot_back
                     if whole is not None:
                         assert bytes(whole) == sent
                         sent = b""
-                        assembly.release()
+                        assembly.close()
                 assembly.check_finished()
         except InvalidRequest:
             pass

@@ -81,5 +81,5 @@ async def test_as_many_files_come_by_frames_at_once_as_wanted(tmp_path: Path) ->
         await asyncio.sleep(0)
         assert not third.done()
 
-        streams[0].release()
+        streams[0].close()
         assert await third == b"y"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from contextlib import closing
 from itertools import permutations
 from pathlib import Path
 
@@ -195,18 +196,18 @@ def test_a_report_that_no_rank_could_make_is_refused(wrong: dict[str, int]) -> N
 @given(st.binary(max_size=200), st.integers(1, 50))
 async def test_frames_become_the_file_they_were_cut_from(data: bytes, size: int) -> None:
     pieces = [data[start : start + size] for start in range(0, len(data), size)] or [b""]
-    async with FrameAssembly(asyncio.Semaphore(1), limit_bytes=200) as frames:
+    with closing(FrameAssembly(asyncio.Semaphore(1), limit_bytes=200)) as frames:
         whole = [await frames.add(PLACE, piece, last=index == len(pieces) - 1) for index, piece in enumerate(pieces)]
 
         assert whole[:-1] == [None] * (len(pieces) - 1)
         assert whole[-1] == data
-        frames.release()
+        frames.close()
         frames.check_finished()
 
 
 async def test_a_file_over_the_limit_another_files_frame_and_a_missing_end_are_refused() -> None:
     slots = asyncio.Semaphore(1)
-    async with FrameAssembly(slots, limit_bytes=4) as frames:
+    with closing(FrameAssembly(slots, limit_bytes=4)) as frames:
         await frames.add(PLACE, b"abc", last=False)
         with pytest.raises(InvalidRequest):
             await frames.add(PLACE, b"de", last=False)
@@ -220,12 +221,12 @@ async def test_a_file_over_the_limit_another_files_frame_and_a_missing_end_are_r
 
 async def test_a_stream_waits_for_another_ones_file() -> None:
     slots = asyncio.Semaphore(1)
-    async with FrameAssembly(slots, limit_bytes=4) as first, FrameAssembly(slots, limit_bytes=4) as second:
+    with closing(FrameAssembly(slots, limit_bytes=4)) as first, closing(FrameAssembly(slots, limit_bytes=4)) as second:
         await first.add(PLACE, b"a", last=True)
         waiting = asyncio.create_task(second.add(PLACE, b"b", last=True))
         await asyncio.sleep(0)
         assert not waiting.done()
-        first.release()
+        first.close()
 
         assert await waiting == b"b"
 
