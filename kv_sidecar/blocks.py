@@ -365,12 +365,12 @@ class Blocks:
         return Shortage(self._used[tenant] + size_bytes - limit_bytes if limit_bytes else 0)
 
     def _refer(self, block: Block, who: Holder, change: int) -> None:
-        if who == "save":
-            block.refs.save += change
-            return
-        self._count_kept(block, -1)
+        is_counted = who in ("manifest", "kept")
+        if is_counted:
+            self._count_kept(block, -1)
         setattr(block.refs, who, getattr(block.refs, who) + change)
-        self._count_kept(block, 1)
+        if is_counted:
+            self._count_kept(block, 1)
 
     def _resize(self, block: Block, size_bytes: int | None, tenant: TenantId | None = None) -> None:
         for sign in (-1, 1):

@@ -1,4 +1,4 @@
-"""Named places where a test can kill or stop a process. Without a test each place costs one look-up.
+"""Named places where a test can kill or stop a process. Without a test each place costs one comparison.
 
 A test starts the process with `CONTEXT_CACHE_CRASH_FILE=<path>` and later writes one line into that file: `<point>`
 (kill), `<point>@3` (kill at the third passing) or `<point> stop` (SIGSTOP). The process deletes the line first, so it
@@ -14,14 +14,14 @@ from pathlib import Path
 
 VARIABLE = "CONTEXT_CACHE_CRASH_FILE"
 """Variable that only tests set. It is no setting."""
+_FILE = os.environ.get(VARIABLE)
 _LOCK = threading.Lock()
 
 
 def crash_point(name: str) -> None:
     """Kill or stop this process if the file names this point. Any thread may call it."""
-    path = os.environ.get(VARIABLE)
-    if path is not None:
-        _obey(Path(path), name)
+    if _FILE is not None:
+        _obey(Path(_FILE), name)
 
 
 def _obey(path: Path, name: str) -> None:

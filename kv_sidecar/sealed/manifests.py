@@ -35,7 +35,7 @@ from kv_sidecar.sealed.prefixes import (
     common,
     prompt_of,
 )
-from kv_sidecar.tiers.data_directory import DataDirectory, reading
+from kv_sidecar.tiers.data_directory import DataDirectory, read_with
 
 log = logging.getLogger(__name__)
 
@@ -291,8 +291,7 @@ class Manifests:
         """
         path = self._path(cache_ref)
         try:
-            with reading(path) as (descriptor, size_bytes):
-                return parse(descriptor, size_bytes)
+            return read_with(path, parse)
         except FileNotFoundError:
             return None
         except CorruptBlock:

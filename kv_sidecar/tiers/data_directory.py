@@ -15,8 +15,8 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from contextcache.errors import CorruptBlock, SidecarUnavailable, StorageFull
 from contextcache.process.crash_points import VARIABLE
@@ -26,6 +26,7 @@ from kv_sidecar.tiers.store import Buffer
 log = logging.getLogger(__name__)
 
 Step = Callable[[str], None]
+Result = TypeVar("Result")
 _FAN_OUT = re.compile(r"[0-9a-f]{2}", re.ASCII)
 MAX_QUARANTINED = 32
 """Files put aside for a person to look at; the oldest go first."""
@@ -320,9 +321,8 @@ def make_real_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-@contextmanager
-def reading(path: Path | str) -> Iterator[tuple[int, int]]:
-    """Lend a descriptor to read from, and the file's size in bytes. Every read of stored KV passes here.
+def read_with(path: Path | str, read: Callable[[int, int], Result]) -> Result:
+    """Return the result of `read`, called with a descriptor and the file's size. Every read of stored KV passes here.
 
     Never waits for a writer. Raises FileNotFoundError, CorruptBlock when something else lies there or the file cannot
     be read, SidecarUnavailable for a fault that passes.
@@ -330,7 +330,7 @@ def reading(path: Path | str) -> Iterator[tuple[int, int]]:
     try:
         descriptor, size_bytes = open_regular(path)
         try:
-            yield descriptor, size_bytes
+            return read(descriptor, size_bytes)
         finally:
             os.close(descriptor)
     except FileNotFoundError:

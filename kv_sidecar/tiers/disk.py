@@ -14,7 +14,7 @@ from pathlib import Path
 
 from contextcache.errors import CorruptBlock, SidecarUnavailable
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.tiers.data_directory import DataDirectory, reading, regular_size
+from kv_sidecar.tiers.data_directory import DataDirectory, read_with, regular_size
 from kv_sidecar.tiers.store import Buffer
 
 log = logging.getLogger(__name__)
@@ -63,15 +63,18 @@ class Disk:
 
         Raises FileNotFoundError when there is none, CorruptBlock when it has another size, SidecarUnavailable.
         """
-        with reading(self._file(key)) as (descriptor, size):
+
+        def fill(descriptor: int, size: int) -> None:
             if size != len(room) or _read_all(descriptor, room) != size:
                 raise CorruptBlock("the file's size changed")
+
+        read_with(self._file(key), fill)
 
     def prefetch(self, keys: Iterable[BlockKey]) -> None:
         """Have the kernel begin to read files that will be asked for soon. Files that cannot be read are ignored."""
         for key in keys:
-            with suppress(CorruptBlock, SidecarUnavailable, OSError), reading(self._file(key)) as (descriptor, size):
-                os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
+            with suppress(CorruptBlock, SidecarUnavailable, OSError):
+                read_with(self._file(key), _will_need)
 
     def delete(self, key: BlockKey) -> int | None:
         """Remove a file; return the size of a file that is still there. Raises OSError.
@@ -106,6 +109,10 @@ def _size_or_none(path: Path) -> int | None:
     except OSError:
         log.warning("block file not checked", extra={"directory": path.parent.name}, exc_info=True)
         return None
+
+
+def _will_need(descriptor: int, size: int) -> None:
+    os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
 
 
 def _read_all(descriptor: int, view: memoryview) -> int:

@@ -133,7 +133,7 @@ def test_a_crash_point_is_obeyed_once_at_the_passing_that_was_asked_for(tmp_path
     killed = []
     monkeypatch.setattr(os, "kill", lambda _pid, number: killed.append(number))
     crash_points.crash_point("a")  # nobody has asked for anything
-    monkeypatch.setenv(crash_points.VARIABLE, str(orders))
+    monkeypatch.setattr(crash_points, "_FILE", str(orders))
     crash_points.crash_point("a")
     assert killed == []
 
