@@ -160,7 +160,7 @@ class Sidecar:
                 on_gone=self.memory.end_borrower,
             )
             try:
-                door.open()
+                await door.open()
             except OSError:
                 # The address is longer than the other one: frames are slower, and right.
                 log.warning("no arena for the engine: its socket could not be opened", exc_info=True)
@@ -242,14 +242,13 @@ class Sidecar:
 
     async def hand_over(self) -> None:
         """Have peers take over this pod's contexts for a limited time, unless a shared store has them."""
-        limits = self.settings.handover_limits()
-        is_possible = self._questions is not None and limits.endpoint and limits.timeout_s
-        if self.shared is not None or not is_possible or not len(self.catalog.manifests):
+        limits, questions = self.settings.handover_limits(), self._questions
+        is_possible = limits.endpoint and limits.timeout_s and len(self.catalog.manifests)
+        if self.shared is not None or questions is None or not is_possible:
             return
-        assert self._questions is not None
         story = Leaving(
             self.catalog,
-            self._questions,
+            questions,
             self.metrics,
             connect=lambda address: KVSidecarClient(address, tls=self.tls),
             fingerprint=self.engine.fingerprint,

@@ -182,16 +182,6 @@ class Transfer:
     wanted_bytes: float = 0
     come_bytes: int = 0
 
-    def will_miss(self, wait_ms: int, compute_us_per_token: float, now_ms: int) -> bool:
-        """Return whether the rest surely takes longer than `wait_ms`, and computing it is faster."""
-        elapsed_ms = now_ms - self.began_at_ms
-        if elapsed_ms < _MEASURED_MS or not self.come_bytes or not compute_us_per_token:
-            return False
-        bytes_per_ms = self.come_bytes / elapsed_ms
-        left_ms = (self.wanted_bytes - self.come_bytes) / bytes_per_ms
-        token_us = self.ours.size_bytes / len(self.ours.token_ids) / bytes_per_ms * 1000
-        return left_ms > _SURELY * wait_ms and token_us > compute_us_per_token
-
 
 @dataclass(frozen=True, slots=True)
 class PullReply:
@@ -246,9 +236,15 @@ class Pulls:
         return reply
 
     def will_miss(self, tenant: TenantId, cache_ref: CacheRef, wait_ms: int, compute_us_per_token: float) -> bool:
-        """Return whether a pull under way surely takes longer than `wait_ms`, and computing is faster."""
+        """Return whether a pull under way surely takes longer than `wait_ms`, and computing the rest is faster."""
         transfer = self._transfers.get((tenant, cache_ref))
-        return transfer is not None and transfer.will_miss(wait_ms, compute_us_per_token, self.runtime.clock.now_ms())
+        if transfer is None or not transfer.come_bytes or not compute_us_per_token:
+            return False
+        elapsed_ms = self.runtime.clock.now_ms() - transfer.began_at_ms
+        bytes_per_ms = transfer.come_bytes / max(elapsed_ms, 1)
+        left_ms = (transfer.wanted_bytes - transfer.come_bytes) / bytes_per_ms
+        token_us = transfer.ours.size_bytes / len(transfer.ours.token_ids) / bytes_per_ms * 1000
+        return elapsed_ms >= _MEASURED_MS and left_ms > _SURELY * wait_ms and token_us > compute_us_per_token
 
     async def close(self) -> None:
         """Refuse new pulls, break off those going on and wait for their end."""

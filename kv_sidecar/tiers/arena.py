@@ -24,9 +24,8 @@ import socket
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -150,66 +149,52 @@ class ArenaDoor:
         self._region = region
         self._on_come = on_come
         self._on_gone = on_gone
-        self._listener: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None] | None] = set()
+        """One for each connection."""
 
-    def open(self) -> None:
+    async def open(self) -> None:
         """Listen. Raises OSError when the address cannot be had."""
         remove_stale_socket(self._path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        listener.setblocking(False)
-        listener.bind(str(self._path))
+        server = await asyncio.start_unix_server(self._serve, self._path, backlog=_BORROWERS_MAX, start_serving=False)
         # As for the gRPC socket: the engine may be another user of the sidecar's group.
         self._path.chmod(0o660)
-        listener.listen(_BORROWERS_MAX)
-        self._listener = listener
-        self._own(self._accept(listener))
+        await server.start_serving()
+        self._server = server
 
     async def close(self) -> None:
         """End all connections."""
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
+        if self._server is not None:
+            self._server.close()
             self._path.unlink(missing_ok=True)
+        tasks = [task for task in self._tasks if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _own(self, steps: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(steps)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._tasks) >= _BORROWERS_MAX:
+            writer.close()
+            return
+        borrower, task = secrets.token_hex(_NAME_BYTES // 2), asyncio.current_task()
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError:
-                log.warning("arena socket cannot accept", exc_info=True)
-                await asyncio.sleep(1)
-                continue
-            if len(self._tasks) > _BORROWERS_MAX:
-                connection.close()
-                continue
-            self._own(self._serve(connection))
-
-    async def _serve(self, connection: socket.socket) -> None:
-        borrower = secrets.token_hex(_NAME_BYTES // 2)
         self._on_come(borrower)
         try:
-            connection.setblocking(False)
-            socket.send_fds(connection, [borrower.encode()], [self._region.descriptor, self._region.table])
+            # A stream sends no descriptors: they go over a second handle of its socket.
+            with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as connection:
+                socket.send_fds(connection, [borrower.encode()], [self._region.descriptor, self._region.table])
             # The kernel charges memory to the container that touches it first: ours.
             while not self._region.is_populated:  # noqa: ASYNC110  # it is set by a thread, once, seconds after the start
                 await asyncio.sleep(_POLL_S)
-            connection.send(b"\n")
+            writer.write(b"\n")
             # Nothing is ever sent our way: the next thing is the end.
-            while await asyncio.get_running_loop().sock_recv(connection, _WORD_BYTES):
+            while await reader.read(_WORD_BYTES):
                 pass
         except OSError:
             log.warning("arena descriptor not handed over", exc_info=True)
         finally:
-            connection.close()
+            self._tasks.discard(task)
+            writer.close()
             self._on_gone(borrower)
 
 

@@ -208,7 +208,7 @@ async def test_the_engine_fills_its_page_table_when_the_sidecar_has_put_memory_t
     door = ArenaDoor(Path(f"{path}{SUFFIX}"), region, on_come=lambda _: None, on_gone=lambda _: None)
     seen: list[bool] = []
     monkeypatch.setattr(arena_module, "populate", lambda *_, **__: seen.append(region.is_populated))
-    door.open()
+    await door.open()
     arena = await asyncio.to_thread(open_arena, f"unix://{path}", lambda: None)
     region.populate()
     await until(lambda: len(seen) == 2, what="both have touched it")
