@@ -417,7 +417,7 @@ async def test_the_turn_middleware_speaks_tls_to_the_manager_and_its_sidecar(cer
             rpc_deadline_ms=DEADLINE_S * 1000,
             **certificates.settings,
         )
-        story, *_ = compose_turns(settings, SECRET)
+        story = compose_turns(settings)
 
         with pytest.raises(ContextNotFound):
             await story.manager.begin_turn("demo", "ctx_1", lease_id="l", lease_ttl_ms=1000)

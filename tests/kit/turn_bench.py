@@ -18,7 +18,6 @@ from contextcache.model import SaveOutcome
 from integrations.lmcache.instead_of_sidecar import LMCacheKV
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.session_store import in_valkey
-from vllm_plugin.turn.kept import KeptRequests
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.middleware import TurnMiddleware
 from vllm_plugin.turn.settings import TurnSettings
@@ -137,8 +136,7 @@ class Pod:
         """From its so many-th message on, an answer is not read."""
         self.on_end: Callable[[], None] = lambda: None
         """Called with the last byte of every answer."""
-        kept = KeptRequests(SECRET, self.kv, self.clock, metrics)
-        self.app = TurnMiddleware(engine, settings=self.settings, story=self.story, kept=kept, clock=self.clock)
+        self.app = TurnMiddleware(engine, story=self.story)
 
     def identity(self, session_id: str | None = None, tenant: str = "demo", *, kept: str = "") -> str:
         now = self.clock.now_ms()

@@ -21,7 +21,6 @@ from tests.kit.fake_vllm import FakeVllm, _json
 from tests.kit.gateway_parts import SECRET
 from tests.kit.gateway_server import DEADLINE_S
 from tests.kit.turn_bench import SidecarInProcess
-from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.middleware import TurnMiddleware
 from vllm_plugin.turn.settings import TurnSettings
@@ -68,10 +67,10 @@ async def running_turn_pod(
         SystemClock(),
         TurnMetrics(CollectorRegistry()),
         tracer,
+        quotas,
     )
     engine = FakeVllm() if engine is None else engine
-    admission = TurnAdmission(settings, quotas=quotas, clock=SystemClock())
-    middleware = TurnMiddleware(_Engine(engine), settings=settings, story=story, admission=admission)
+    middleware = TurnMiddleware(_Engine(engine), story=story)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await middleware({**scope, "app": engine}, receive, send)  # as Starlette says it

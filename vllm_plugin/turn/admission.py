@@ -49,17 +49,13 @@ class TurnAdmission(TenantsInHand):
     """Counts requests by tenant's tag and bodies by tenant, and asks the sidecar before a create. One per process."""
 
     def __init__(
-        self,
-        settings: TurnSettings,
-        *,
-        quotas: KVSidecarClient | None,
-        clock: Clock,
-        metrics: TurnMetrics | None = None,
+        self, settings: TurnSettings, *, quotas: KVSidecarClient | None, clock: Clock, metrics: TurnMetrics
     ) -> None:
         """`quotas`: client of the sidecar that counts a tenant's KV; None: no quotas."""
-        self._metrics = metrics
         super().__init__(
-            requests_max=settings.tenant_turns_max, bytes_max=settings.tenant_bytes_max, on_refused=self._count
+            requests_max=settings.tenant_turns_max,
+            bytes_max=settings.tenant_bytes_max,
+            on_refused=lambda limit: metrics.refusals.labels(limit=limit).inc(),
         )
         self._quotas = quotas
         self._deadline_s = settings.rpc_deadline_ms / 10_000
@@ -85,14 +81,10 @@ class TurnAdmission(TenantsInHand):
         if not usage.limit_bytes:
             self._unasked_until_ms = now_ms + _UNASKED_MS
         elif usage.size_bytes >= usage.limit_bytes * _CREATE_SHARE:
-            self._count(QUOTA)
+            self.refused(QUOTA)
             raise ContextQuotaExceeded(
                 "this tenant's contexts have reached their limit of bytes in this pod: delete some"
             )
-
-    def _count(self, limit: str) -> None:
-        if self._metrics is not None:
-            self._metrics.refusals.labels(limit=limit).inc()
 
 
 @dataclass
@@ -118,7 +110,8 @@ class BodyQueue:
                 async with self._of_tenant.setdefault(tenant, asyncio.Lock()):
                     await self._engine.acquire()
                     try:
-                        await self._rest()
+                        if (rest_s := self._free_at_s - self.clock_s()) > 0:
+                            await self.sleep(rest_s)
                     except BaseException:
                         self._engine.release()
                         raise
@@ -127,10 +120,6 @@ class BodyQueue:
             return message
 
         return handed
-
-    async def _rest(self) -> None:
-        if (rest_s := self._free_at_s - self.clock_s()) > 0:
-            await self.sleep(rest_s)
 
     def _was_read(self, begun_s: float) -> None:
         ended_s = self.clock_s()

@@ -5,14 +5,11 @@ from __future__ import annotations
 import prometheus_client
 
 from context_manager.client import ContextManagerClient
-from contextcache.clock import Clock, SystemClock
-from contextcache.wire.tls import WatchedTls
+from contextcache.clock import SystemClock
+from contextcache.process.settings import read_secret
 from contextcache.wire.tracing import tracer_of
 from kv_sidecar.client import KVSidecarClient
-from vllm_plugin.turn.admission import TurnAdmission
-from vllm_plugin.turn.kept import KeptRequests
 from vllm_plugin.turn.metrics import TurnMetrics
-from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.sidecar_kv import SidecarKV
 from vllm_plugin.turn.story import TurnStory
@@ -22,15 +19,16 @@ TRANSCRIPT_BYTES_MAX = 128 << 20
 memory for the KV of (2 TiB with an 8B model). A transcript that does not fit costs its next turn one whole reading."""
 
 
-def compose_turns(settings: TurnSettings, secret: bytes) -> tuple[TurnStory, TurnAdmission, KeptRequests | None]:
-    """Return the story, its admission and the keeper of plain requests, with real adapters. LMCache keeps those itself.
+def compose_turns(settings: TurnSettings) -> TurnStory:
+    """Return the story with real adapters.
 
-    Nothing is connected before the first turn. Raises OSError or ValueError when the certificate files cannot serve.
+    Nothing is connected before the first turn. Raises OSError or ValueError when the secret or the certificate files
+    cannot serve.
     """
+    secret, clock = read_secret(settings.secret_file), SystemClock()
     timeout_s = settings.rpc_deadline_ms / 1000
     metrics = TurnMetrics(prometheus_client.REGISTRY)
     tls = metrics.certificates.open_tls(settings.tls)
-    clock = SystemClock()
     manager = ContextManagerClient(
         settings.manager,
         timeout_s=timeout_s,
@@ -40,18 +38,11 @@ def compose_turns(settings: TurnSettings, secret: bytes) -> tuple[TurnStory, Tur
     )
     metrics.transcript_memory.set_function(lambda: manager.transcript_bytes)
     tracer = tracer_of(settings, part="turn", on_lost=metrics.lost_spans.inc)
-    if settings.lmcache_url:
-        lmcache = _lmcache(settings, secret, clock, tls, timeout_s)
-        story = TurnStory(settings, manager, lmcache, clock, metrics, tracer)
-        return story, TurnAdmission(settings, quotas=None, clock=clock, metrics=metrics), None
-    client = KVSidecarClient(settings.sidecar, timeout_s=timeout_s, tls=tls)
-    sidecar = SidecarKV(client, secret=secret, report_deadline_ms=settings.report_deadline_ms)
-    story = TurnStory(settings, manager, sidecar, clock, metrics, tracer)
-    admission = TurnAdmission(settings, quotas=client, clock=clock, metrics=metrics)
-    return story, admission, KeptRequests(secret, sidecar, clock, metrics)
+    if not settings.lmcache_url:
+        quotas = KVSidecarClient(settings.sidecar, timeout_s=timeout_s, tls=tls)
+        kv = SidecarKV(quotas, secret=secret, report_deadline_ms=settings.report_deadline_ms)
+        return TurnStory(settings, manager, kv, clock, metrics, tracer, quotas)
 
-
-def _lmcache(settings: TurnSettings, secret: bytes, clock: Clock, tls: WatchedTls | None, timeout_s: float) -> KVStore:
     # Its modules need httpx and gRPC's health service, which a pod with a sidecar may lack.
     from integrations.lmcache.api import LMCacheApi
     from integrations.lmcache.door import LMCacheDoor
@@ -63,4 +54,5 @@ def _lmcache(settings: TurnSettings, secret: bytes, clock: Clock, tls: WatchedTl
         world_size=settings.lmcache_world_size,
         timeout_s=timeout_s,
     )
-    return LMCacheDoor(api, secret=secret, clock=clock, address=settings.lmcache_listen, tls=tls)
+    lmcache = LMCacheDoor(api, secret=secret, clock=clock, address=settings.lmcache_listen, tls=tls)
+    return TurnStory(settings, manager, lmcache, clock, metrics, tracer)

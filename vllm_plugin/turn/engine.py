@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from contextcache.errors import ContextCacheError, EngineFailed, error_body, error_headers
 from contextcache.wire.tracing import TRACEPARENT, trace_headers
 from vllm_plugin.turn.refusals import engine_error
+
+if TYPE_CHECKING:
+    from vllm_plugin.turn.prompt.request import TurnRequest
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -57,27 +60,21 @@ class Engine:
 
     async def tokenize(self, model: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Return the ids of a text. Raises InvalidRequest with the engine's words, EngineFailed."""
-        answer = await self.ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": add_special_tokens})
-        return self._tokens(answer)
+        return await self._tokens({"model": model, "prompt": text, "add_special_tokens": add_special_tokens})
 
     async def tokenize_chat(
-        self,
-        model: str,
-        messages: Sequence[Mapping[str, Any]],
-        template_fields: Mapping[str, Any],
-        *,
-        continue_final_message: bool = False,
+        self, request: TurnRequest, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False
     ) -> tuple[int, ...]:
         """Return the ids of messages under the chat template: with the generation prompt, or cut open at the end."""
-        body = {
-            **template_fields,
-            "model": model,
-            "messages": list(messages),
-            "add_generation_prompt": not continue_final_message,
-            "continue_final_message": continue_final_message,
-        }
-        answer = await self.ask("/tokenize", body)
-        return self._tokens(answer)
+        return await self._tokens(
+            {
+                **request.template_fields,
+                "model": request.model,
+                "messages": list(messages),
+                "add_generation_prompt": not continue_final_message,
+                "continue_final_message": continue_final_message,
+            }
+        )
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """Return the text of ids. Raises InvalidRequest for ids outside the vocabulary, EngineFailed."""
@@ -88,7 +85,8 @@ class Engine:
         """Run one completion; the answer goes to `send` as ASGI messages, `receive` reports the client's leaving."""
         await self._app(self._scope_for(path, raw := _encode(body)), body_then(raw, receive), send)
 
-    def _tokens(self, answer: dict[str, Any]) -> tuple[int, ...]:
+    async def _tokens(self, body: dict[str, Any]) -> tuple[int, ...]:
+        answer = await self.ask("/tokenize", body)
         self.max_model_len = answer["max_model_len"]
         return tuple(answer["tokens"])
 
@@ -103,13 +101,10 @@ class Engine:
             elif message["type"] == "http.response.body":
                 parts.extend(message.get("body", b""))
 
-        async def never() -> Message:
-            await asyncio.get_running_loop().create_future()
-            raise AssertionError
-
         try:
             async with asyncio.timeout(_TOKENIZE_DEADLINE_S):
-                await self._app(self._scope_for(path, raw), body_then(raw, never), send)
+                receive = body_then(raw, asyncio.get_running_loop().create_future)
+                await self._app(self._scope_for(path, raw), receive, send)
         except TimeoutError as exc:
             raise EngineFailed(f"{path} did not answer within {_TOKENIZE_DEADLINE_S:.0f} s") from exc
         if status != 200:
@@ -137,10 +132,13 @@ class Engine:
 
 async def send_error(send: Send, error: ContextCacheError) -> None:
     """Send an error as a whole answer."""
-    body = error_body(error)
-    headers = [(name.encode(), value.encode()) for name, value in error_headers(error)]
-    headers.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
+    await send_whole(send, error.http_status, error_headers(error), error_body(error))
+
+
+async def send_whole(send: Send, status: int, headers: Sequence[tuple[str, str]], body: bytes) -> None:
+    """Send a whole answer. Its length is added to `headers`."""
+    pairs = [(name.encode(), value.encode()) for name, value in (*headers, ("content-length", str(len(body))))]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from opentelemetry.trace import SpanKind
 
@@ -27,12 +26,9 @@ from contextcache.claim import (
     refuse_session,
     remove_forbidden_keys,
 )
-from contextcache.clock import Clock, SystemClock
 from contextcache.errors import (
-    AlreadyAnswered,
     BodyTooLarge,
     ContextCacheError,
-    ContextQuotaExceeded,
     EngineFailed,
     InvalidRequest,
     NoReadyEndpoint,
@@ -59,10 +55,8 @@ from contextcache.responses import RESPONSE_FIELDS, telling_what_is_missing
 from contextcache.terms import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.wire.rpc import cause_of
 from contextcache.wire.tracing import TRACEPARENT
-from vllm_plugin.turn.admission import BodyQueue, TurnAdmission
+from vllm_plugin.turn.admission import BodyQueue
 from vllm_plugin.turn.answer.anthropic import Anthropic
-from vllm_plugin.turn.answer.chat import Dialect
-from vllm_plugin.turn.answer.events import UNBUFFERED, begins_stream
 from vllm_plugin.turn.answer.keep_alive import KeepAlive, read_keep_alive
 from vllm_plugin.turn.answer.responses import Responses
 from vllm_plugin.turn.app import compose_turns
@@ -78,6 +72,8 @@ from vllm_plugin.turn.waiting import Draining
 log = logging.getLogger(__name__)
 
 _PATHS = TURN_PATHS | {CONTEXT_PATH}
+_DIALECTS: Mapping[str, type[Anthropic | Responses]] = {MESSAGES_PATH: Anthropic, RESPONSES_PATH: Responses}
+"""Dialects of their own; other routes have the engine's."""
 _IN_FLIGHT = IN_FLIGHT_HEADER.encode()
 _HEALTH_PATH = "/health"
 _SKEW_RETRY_S = 5
@@ -91,30 +87,19 @@ _BODY_IDLE_S = 60.0
 class TurnMiddleware:
     """Pure ASGI. Built once per API server process; connects on the first turn."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        settings: TurnSettings | None = None,
-        story: TurnStory | None = None,
-        admission: TurnAdmission | None = None,
-        kept: KeptRequests | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        """Read the environment unless settings are given. Raises OSError, ValueError: no secret, no start."""
+    def __init__(self, app: ASGIApp, *, story: TurnStory | None = None) -> None:
+        """Read the environment unless a story is given. Raises OSError, ValueError: no secret, no start."""
         show_logs_of("vllm_plugin.turn")
         self._app = without_strangers(app)
-        self._settings = settings if settings is not None else TurnSettings()
+        self._story = story = compose_turns(TurnSettings()) if story is None else story
+        self._settings, self._clock = story.settings, story.clock
         self._secret = read_secret(self._settings.secret_file)
-        self._clock = clock if clock is not None else SystemClock()
-        if story is None:
-            story, admission, kept = compose_turns(self._settings, self._secret)
-        self._story = story
-        self._kept = kept
+        self._kept: KeptRequests | None = None
+        if not self._settings.lmcache_url:  # LMCache keeps plain requests itself
+            self._kept = KeptRequests(self._secret, story.kv, story.clock, story.metrics)
         self._large_bodies = LargeBodies()
         self._body_queue = BodyQueue()
         self._draining = Draining(timeout_s=self._settings.drain_timeout_s, give_up=story.give_up)
-        self._admission = admission or TurnAdmission(self._settings, quotas=None, clock=self._clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or run its turn."""
@@ -125,37 +110,37 @@ class TurnMiddleware:
         is_post, is_health = is_http and scope["method"] == "POST", is_http and scope["path"] == _HEALTH_PATH
         if self._draining.value and (is_post or is_health):
             # vLLM itself would answer 500, and 200 for its health.
-            await self._refuse(NoReadyEndpoint("this pod is shutting down", retry_after_s=1), _Started(send))
+            stopping = NoReadyEndpoint("this pod is shutting down", retry_after_s=1)
+            await self._refuse(stopping, KeepAlive(send, scope["path"]))
         elif is_post and not is_health:
-            await self._answer_counted(scope, receive, _Started(send))
+            await self._answer_counted(scope, receive, KeepAlive(send, scope["path"]))
         else:
             await self._app(scope, receive, self._telling_in_flight(send) if is_health else send)
 
-    async def _answer_counted(self, scope: Scope, receive: Receive, started: _Started) -> None:
+    async def _answer_counted(self, scope: Scope, receive: Receive, answering: KeepAlive) -> None:
         raw = ((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"])
         headers = joined_headers(raw)
-        client = Client(scope, headers, self._tag_of(headers), receive, started, Engine(self._app, scope))
+        engine = Engine(self._app, scope)
+        client = Client(scope, headers, self._tag_of(headers), receive, answering, answering, engine)
         token = headers.get(IDENTITY_HEADER)
         is_unrouted = token is None and UNROUTED_HEADER in headers
         is_signed = token is not None and client.path in _PATHS
         try:
-            with self._admission.request(client.tag) if client.tag else nullcontext():
+            with self._story.admission.request(client.tag) if client.tag else nullcontext():
                 if is_unrouted or is_signed or self._settings.single_tenant:
-                    await self._answer_client(client, started, token, is_unrouted=is_unrouted)
+                    await self._answer_client(client, token, is_unrouted=is_unrouted)
                 else:
-                    await self._app(scope, self._body_queue.receive(client.tag, receive), started)
+                    await self._app(scope, self._body_queue.receive(client.tag, receive), answering)
         except TooManyInFlight as exc:
-            await self._refuse(exc, started)
+            await self._refuse(exc, answering)
 
-    async def _answer_client(self, client: Client, started: _Started, token: str | None, *, is_unrouted: bool) -> None:
+    async def _answer_client(self, client: Client, token: str | None, *, is_unrouted: bool) -> None:
         """Run a request's turn, or pass it; errors are told here."""
+        answering = client.keep_alive
         try:
-            if (silence_s := read_keep_alive(client.headers)) is not None:
-                started.send = client.keep_alive = KeepAlive(started.send, client.path, silence_s)
-            if is_unrouted:
-                await self._pass_unrouted(client)
-            elif client.path not in _PATHS:
-                await self._pass_without_context(client)
+            answering.silence_s = read_keep_alive(client.headers)
+            if is_unrouted or client.path not in _PATHS:
+                await self._pass_without_context(client, is_unrouted=is_unrouted)
             else:
                 parent = client.headers.get(TRACEPARENT, "")
                 with self._story.tracer.span(f"turn {client.path}", kind=SpanKind.SERVER, parent=parent):
@@ -163,16 +148,16 @@ class TurnMiddleware:
         except ContextCacheError as exc:
             if client.path == RESPONSES_PATH and (exc.param or "").startswith("messages"):
                 exc.param = "input"  # vLLM makes the messages from the input's items; their positions differ
-            await self._refuse(exc, started)
+            await self._refuse(exc, answering)
         except Exception as exc:  # noqa: BLE001  # the boundary of a request
             raised = traceback_without_messages(exc)
             log.error("turn failed", extra={"exception": raised})  # noqa: TRY400  # its message may quote the request
             failed = EngineFailed("the turn failed")
-            if started.value:
+            if answering.has_begun:
                 # The server then closes the connection: an answer without its end must not look whole. It logs the
                 # exception. Ours quotes no request, as another might.
                 raise failed from None
-            await self._refuse(failed, started)
+            await self._refuse(failed, answering)
 
     def _tag_of(self, headers: Mapping[str, str]) -> str:
         """Return the tag of the request's tenant; empty: the gateway sent none."""
@@ -185,7 +170,7 @@ class TurnMiddleware:
 
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
-                counts = in_flight_header(self._admission.requests_of_all()).encode()
+                counts = in_flight_header(self._story.admission.requests_of_all()).encode()
                 message = {**message, "headers": [*message.get("headers", ()), (_IN_FLIGHT, counts)]}
             await send(message)
 
@@ -197,7 +182,7 @@ class TurnMiddleware:
         async def told(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
                 self._draining.listen()
-                await self._story.start()
+                await self._story.kv.start()
             elif message["type"].startswith("lifespan.shutdown."):
                 await self._story.close()
             await send(message)
@@ -213,9 +198,10 @@ class TurnMiddleware:
         client.identity = identity
         tenant = identity.tenant
         # A gateway that is older than this pod sends no tag.
-        counted = nullcontext() if client.tag else self._admission.request(tenant_tag(tenant, self._secret))
+        admission = self._story.admission
+        counted = nullcontext() if client.tag else admission.request(tenant_tag(tenant, self._secret))
         try:
-            with counted, self._admission.body(tenant) as held:
+            with counted, admission.body(tenant) as held:
                 raw = await self._body_of(client, held)
                 if token is None or client.path == CONTEXT_PATH or identity.session_id is not None:
                     await self._answer(client, raw, is_routed=token is not None)
@@ -249,35 +235,44 @@ class TurnMiddleware:
 
     async def _answer(self, client: Client, raw: bytes, *, is_routed: bool) -> None:
         """Run the turn of a whole request, or pass it. `is_routed`: a gateway has found its context."""
-        path, headers, tenant = client.path, client.headers, client.identity.tenant
-        named: SessionId | None = None
+        path, named = client.path, None
         if path != CONTEXT_PATH:
             named = client.identity.session_id if is_routed else await self._named(client, raw)
             if named is None:
                 await self._pass(client, raw)
                 return
-        _check_content_type(headers)
-        client.dialect = await _dialect_of(client.scope)
-        body, request = await self._large_bodies.read(
-            lambda whole: _read_turn(client, whole, named),
+        # The engine refuses other types without a context. A page of another origin needs permission to send this one.
+        if client.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+            raise InvalidRequest("Content-Type must be application/json", param="Content-Type")
+        if (dialect := _DIALECTS.get(path)) is not None:
+            client.dialect = await dialect.of(client.scope)
+        request, new = await self._large_bodies.read(
+            lambda whole: self._read_turn(client, whole, named),
             raw,
             objects_max=_ITEMS_AT_ONCE if path == RESPONSES_PATH else None,
         )
-        session_id, said = named, request.repeatable
-        if session_id is None and said is not None and body.get("session_id") is None:
-            session_id = session_id_of(tenant, said.key, self._secret)
-        new: NewSession | None = None
-        if named is None or request.creates_if_missing:
-            new = read_new_session(body, tenant=tenant, model=request.model, session_id=session_id)
-            session_id = new.session_id
-        try:
-            with telling_what_is_missing(request.said):
-                await self._story.run(client, request, named, new, self._admission.check_quota)
-        except (AlreadyAnswered, ContextQuotaExceeded):  # the first request may have been under the quota
-            if said is None or session_id is None:
-                raise
-            if not await self._story.answer_again(tenant, session_id, said, client):
-                raise
+        with telling_what_is_missing(request.said):
+            await self._story.run(client, request, named, new)
+
+    def _read_turn(self, client: Client, raw: bytes, named: SessionId | None) -> tuple[TurnRequest, NewSession | None]:
+        """Return a turn's request, and the context it may create. `named`: the context it was routed for."""
+        path, headers, tenant = client.path, client.headers, client.identity.tenant
+        body = read_object(raw)
+        refuse_misspelt(body, OUR_FIELDS | RESPONSE_FIELDS if path == RESPONSES_PATH else OUR_FIELDS)
+        remove_forbidden_keys(body)
+        if named is not None and body.get("session_id") not in (None, named):
+            # The gateway may have signed by the head alone, without reading the name in the body.
+            raise InvalidRequest("the body and the X-Session-ID header name different contexts", param="session_id")
+        request, session_id = client.dialect.turn(path, body, headers, raw, named), named
+        if IDEMPOTENCY_HEADER in headers:
+            told = (path, named or "", headers.get("if-match", ""), headers.get("x-usage-format", ""))
+            said = read_repeatable(headers[IDEMPOTENCY_HEADER], (*(text.encode() for text in told), raw))
+            request = replace(request, repeatable=said)
+            if said is not None and named is None and body.get("session_id") is None:
+                session_id = session_id_of(tenant, said.key, self._secret)
+        if named is not None and not request.creates_if_missing:
+            return request, None
+        return request, read_new_session(body, tenant=tenant, model=request.model, session_id=session_id)
 
     async def _named(self, client: Client, raw: bytes) -> SessionId | None:
         """Return the context that an unrouted request continues or creates; None: it has none."""
@@ -290,25 +285,22 @@ class TurnMiddleware:
         said = read_repeatable(client.headers.get(IDEMPOTENCY_HEADER), ())
         return new_session_id() if said is None else session_id_of(tenant, said.key, self._secret)
 
-    async def _pass_without_context(self, client: Client) -> None:
-        """Let a call through that cannot carry a context; refuse it when it names one."""
-        if is_opaque(client.headers.get("content-type", "")):
-            await self._app(client.scope, client.receive, client.send)
-            return
-        with self._admission.body(self._settings.single_tenant) as held:
-            raw = await self._body_of(client, held)
-            refuse_session(await self._large_bodies.read(partial(read_claims, path=client.path), raw))
-            await self._pass(client, raw)
-
-    async def _pass_unrouted(self, client: Client) -> None:
-        """Let a stateless request through without forbidden keys; refuse a context's."""
+    async def _pass_without_context(self, client: Client, *, is_unrouted: bool) -> None:
+        """Let a stateless request through, an unrouted one without forbidden keys; refuse one that names a context."""
         path, headers = client.path, client.headers
         if is_opaque(headers.get("content-type", "")) and path not in _PATHS:
             await self._app(client.scope, client.receive, client.send)
             return
-        raw = await self._body_of(client, None)
-        body = await self._large_bodies.read(lambda whole: stateless_body(path, headers, whole), raw)
-        await self._pass(client if body is raw else _with_length(client, body), body)
+        counted: AbstractContextManager[TakeBytes | None] = nullcontext()
+        if not is_unrouted:
+            counted = self._story.admission.body(self._settings.single_tenant)
+        with counted as held:
+            raw = await self._body_of(client, held)
+            if is_unrouted:
+                body = await self._large_bodies.read(partial(stateless_body, path, headers), raw)
+            else:
+                refuse_session(await self._large_bodies.read(partial(read_claims, path=path), body := raw))
+            await self._pass(client, body)
 
     async def _pass_plain(self, client: Client, raw: bytes) -> None:
         """Let a request without a context through, with an order to keep its KV if its key asks for that."""
@@ -319,43 +311,29 @@ class TurnMiddleware:
             await self._pass(client, raw)
             return
         body, client.send = self._kept.begin(client.path, client.identity, claims, client.send)
-        await self._pass(_with_length(client, body), body)
+        await self._pass(client, body)
 
-    async def _pass(self, client: Client, raw: bytes) -> None:
+    async def _pass(self, client: Client, body: bytes) -> None:
         """Give the engine the request with its whole body."""
-        receive = self._body_queue.receive(client.tag, body_then(raw, client.receive))
-        is_stream = client.keep_alive is not None and await self._large_bodies.read(_asks_for_stream, raw)
-        async with client.filling(stream=is_stream):
-            await self._app(client.scope, receive, client.send)
+        receive = self._body_queue.receive(client.tag, body_then(body, client.receive))
+        others = [(name, value) for name, value in client.scope["headers"] if name.lower() != b"content-length"]
+        headers = [*others, (b"content-length", str(len(body)).encode())]
+        answering = client.keep_alive
+        is_stream = answering.silence_s is not None and await self._large_bodies.read(_asks_for_stream, body)
+        async with answering.filling(stream=is_stream):
+            await self._app({**client.scope, "headers": headers}, receive, client.send)
 
     async def _body_of(self, client: Client, held: TakeBytes | None) -> bytes:
         return await read_body(client.receive, limit_bytes=self._settings.max_body_bytes, held=held)
 
-    async def _refuse(self, error: ContextCacheError, started: _Started) -> None:
+    async def _refuse(self, error: ContextCacheError, answering: KeepAlive) -> None:
         self._story.metrics.refused_requests.labels(code=error.code).inc()
         if error.http_status >= 500:
             # The engine's words are for the client alone: they may quote the prompt.
             told = "" if isinstance(error, EngineFailed) else error.message
             log.warning("turn refused", extra={"code": error.code, "error": told, "cause": cause_of(error)})
-        if not started.value:  # else the answer has begun; it ends without its end
-            await send_error(started, error)
-
-
-class _Started:
-    """A client's `send`: it knows whether an answer has begun, and tells proxies not to hold a stream back."""
-
-    def __init__(self, send: Send) -> None:
-        self.send = send
-        self.value = False
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.value = True
-            if begins_stream(message):
-                headers = list(message["headers"])
-                said = {name.lower() for name, _ in headers}
-                message = {**message, "headers": headers + [told for told in UNBUFFERED if told[0] not in said]}
-        await self.send(message)
+        if not answering.has_begun:  # else the answer has begun; it ends without its end
+            await send_error(answering, error)
 
 
 def _asks_for_stream(raw: bytes) -> bool:
@@ -363,47 +341,6 @@ def _asks_for_stream(raw: bytes) -> bool:
         return read_object(raw).get("stream") is True
     except InvalidRequest:
         return False  # the engine refuses it with the reason
-
-
-def _with_length(client: Client, body: bytes) -> Client:
-    """Return a request with another body's length."""
-    others = [(name, value) for name, value in client.scope["headers"] if name.lower() != b"content-length"]
-    headers = [*others, (b"content-length", str(len(body)).encode())]
-    client.scope = {**client.scope, "headers": headers}
-    return client
-
-
-def _check_content_type(headers: Mapping[str, str]) -> None:
-    """Raise InvalidRequest for a body that is not declared as JSON: the engine refuses such a body without a context.
-
-    A page of another origin can send no such header without being asked for permission first.
-    """
-    if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-        raise InvalidRequest("Content-Type must be application/json", param="Content-Type")
-
-
-async def _dialect_of(scope: Scope) -> Dialect:
-    """Return the dialect of a turn. Raises InvalidRequest for one that this engine lacks."""
-    if scope["path"] == RESPONSES_PATH:
-        return Responses.of(scope)
-    return await Anthropic.of(scope) if scope["path"] == MESSAGES_PATH else Dialect()
-
-
-def _read_turn(client: Client, raw: bytes, named: SessionId | None) -> tuple[dict[str, Any], TurnRequest]:
-    """Return a turn's body and its request. `named`: the context it was routed for; None: it creates one."""
-    path, headers = client.path, client.headers
-    body = read_object(raw)
-    refuse_misspelt(body, OUR_FIELDS | RESPONSE_FIELDS if path == RESPONSES_PATH else OUR_FIELDS)
-    remove_forbidden_keys(body)
-    if named is not None and body.get("session_id") not in (None, named):
-        # The gateway may have signed by the head alone, without reading the name in the body.
-        raise InvalidRequest("the body and the X-Session-ID header name different contexts", param="session_id")
-    request = client.dialect.turn(path, body, headers, raw, named)
-    if IDEMPOTENCY_HEADER not in headers:
-        return body, request
-    said = (path, named or "", headers.get("if-match", ""), headers.get("x-usage-format", ""))
-    parts = (*(text.encode() for text in said), raw)
-    return body, replace(request, repeatable=read_repeatable(headers[IDEMPOTENCY_HEADER], parts))
 
 
 async def read_body(receive: Receive, *, limit_bytes: int, held: TakeBytes | None = None) -> bytes:

@@ -39,37 +39,32 @@ _BRANCH = re.compile(r"[\[\](){}]|^(?:str|int|float|bool|list|dict|none|function
 
 
 @contextmanager
-def by_vllm(part: str, param: str, *, item: tuple[str, int] | None = None) -> Iterator[None]:
+def by_vllm(part: str, param: str) -> Iterator[None]:
     """Run vLLM's types and converters on a request, and raise InvalidRequest when they refuse it.
 
     `part`: name of the part that does not match its type, where vLLM's own code does not look. `param`: its field.
-    `item`: see `refused`.
     """
     told = getattr(sys.modules.get("vllm.exceptions"), "VLLMClientError", ValueError)
     try:
         yield
     except (ValueError, told) as exc:
-        raise refused(exc, item=item) from exc
+        raise _refused(exc) from exc
     except (AttributeError, LookupError, TypeError) as exc:
         raise InvalidRequest(f"a part of {part} does not match its type", param=param) from exc
 
 
-def refused(error: Any, *, item: tuple[str, int] | None = None) -> ContextCacheError:
-    """Return an exception of vLLM's as ours, without the request's own words.
-
-    `item`: list and position of the item that was read alone, as the first one of its list.
-    """
+def _refused(error: Any) -> ContextCacheError:
+    """Return an exception of vLLM's as ours, without the request's own words."""
     if not hasattr(error, "errors"):
         return InvalidRequest(_sentence(str(error)), param=_param(getattr(error, "parameter", None)))
-    if (wrong := error.error_count()) > _ERRORS_MAX:
-        return InvalidRequest(f"{wrong} fields of a message are wrong")
-    first = error.errors()[0]
-    fields, fault = _fields(first["loc"]), first["msg"]
-    if item is not None and fields == [item[0]]:
-        # The list may be a text too: that it is none is the first error, and says nothing of the item.
-        fields, fault = [*item], "does not match its type"
-    elif item is not None and fields[:2] == [item[0], 0]:
-        fields[1] = item[1]
+    if (num_wrong := error.error_count()) > _ERRORS_MAX:
+        return InvalidRequest(f"{num_wrong} fields of a message are wrong")
+    errors = error.errors()
+    fields, fault = _fields(errors[0]["loc"]), errors[0]["msg"]
+    # A list that may be a text too: that it is none is the first error, and says nothing of the item.
+    for other in (_fields(one["loc"])[:2] for one in errors[1:]):
+        if other[:1] == fields and isinstance(other[-1], int):
+            fields, fault = other, "does not match its type"
     return _field_error(_param(".".join(map(str, fields))), fault)
 
 

@@ -118,7 +118,7 @@ class Settlement:
             log.warning("commit refused", extra={"session_id": session.session_id, "reason": exc.code})
             # An answer that names no durable commit leaves nothing to load; without one, the KV may be the context's.
             if turn.phase is not Phase.IN_DOUBT or isinstance(exc, (ContextNotFound, ContextExpired)):
-                self._drop(turn)
+                self.background.start(self.kv.drop(session.tenant, turn.save_ref))
             # No task renews the lease any more, and the next turn need not wait for its end.
             self.background.start(self._give_back(turn))
             turn.advance("commit refused")
@@ -238,18 +238,13 @@ class Settlement:
             return
         self.metrics.aborts.labels(reason="turn").inc()
         if not may_be_durable:
-            self._drop(turn)
+            self.background.start(self.kv.drop(turn.session.tenant, turn.save_ref))
         crash_point(BEFORE_ABORT)
         await self.background.finish(self._give_back(turn))
 
     async def _give_back(self, turn: Turn) -> None:
         """Release the lease; a commit that is still under way then comes too late."""
         await self.manager.abort_turn(turn.session.tenant, turn.session.session_id, lease_id=turn.lease_id)
-
-    def _drop(self, turn: Turn) -> None:
-        """Delete KV that an uncommitted turn saved, or is about to save."""
-        if turn.save_ref is not None:
-            self.background.start(self.kv.drop(turn.session.tenant, turn.save_ref))
 
 
 def _usage(turn: Turn, engine_cached_tokens: int, completion_tokens: int) -> TurnUsage:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,13 @@ from opentelemetry.trace import get_current_span
 
 from contextcache.clock import Clock
 from contextcache.errors import (
+    AlreadyAnswered,
     ContextCacheError,
     ContextExists,
     ContextExpired,
     ContextLengthExceeded,
     ContextNotFound,
+    ContextQuotaExceeded,
     EngineFailed,
     InvalidRequest,
     ModelMismatch,
@@ -38,7 +40,6 @@ from contextcache.model import (
     CacheSessionMetadata,
     ContextMode,
     NewSession,
-    Repeatable,
     SessionId,
     SessionMode,
     TenantId,
@@ -47,6 +48,7 @@ from contextcache.names import new_cache_ref
 from contextcache.process.crash_points import crash_point
 from contextcache.responses import Labels
 from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
+from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.answer.delivery import Delivery
 from vllm_plugin.turn.answer.repeats import give_again
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
@@ -63,6 +65,7 @@ from vllm_plugin.turn.waiting import Background, TurnPatience
 
 if TYPE_CHECKING:
     from context_manager.client import ContextManagerClient
+    from kv_sidecar.client import KVSidecarClient
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +89,12 @@ class TurnStory:
     metrics: TurnMetrics
     tracer: Tracer = NO_TRACER
     """Begins the spans of requests; closed with the story."""
+    quotas: KVSidecarClient | None = None
+    """Client of the sidecar that counts a tenant's KV; None: no quotas."""
 
     def __post_init__(self) -> None:
         """Make the parts that belong to the story; nothing is connected yet."""
+        self.admission = TurnAdmission(self.settings, quotas=self.quotas, clock=self.clock, metrics=self.metrics)
         self.labels = Labels(self.manager.locate, self.clock)
         """Finds contexts for requests that no gateway has routed."""
         self.background = Background(limit=_BACKGROUND_CALLS_MAX, deadline_s=self.settings.rpc_deadline_ms / 1000)
@@ -98,18 +104,26 @@ class TurnStory:
         """Patiences of the turns that the engine is answering."""
         self._settlement = Settlement(self.settings, self.manager, self.kv, self.clock, self.metrics, self.background)
 
-    async def run(  # all of a request
-        self,
-        client: Client,
-        request: TurnRequest,
-        named: SessionId | None,
-        new: NewSession | None,
-        check_quota: Callable[[TenantId], Awaitable[None]],
+    async def run(self, client: Client, request: TurnRequest, named: SessionId | None, new: NewSession | None) -> None:
+        """Run a turn, or give the answer of a request that was committed before. Raises ContextCacheError."""
+        try:
+            await self._continue_or_create(client, request, named, new)
+        except (AlreadyAnswered, ContextQuotaExceeded):  # the first request may have been under the quota
+            session_id, said = new.session_id if new else named, request.repeatable
+            if said is None or session_id is None:
+                raise
+            kept = await self.manager.find_answer(client.identity.tenant, session_id, repeat_key=said.key)
+            if kept is None:
+                raise
+            await give_again(kept, said, client.send)
+
+    async def _continue_or_create(
+        self, client: Client, request: TurnRequest, named: SessionId | None, new: NewSession | None
     ) -> None:
         """Continue the context `named`, create `new`, or with both, create it where it does not exist or has expired.
 
         The reservation decides which of several requests at once creates it. The others continue it, or hear that it is
-        busy. A turn for one generation (`If-Match`) creates nothing. Raises ContextCacheError.
+        busy. A turn for one generation (`If-Match`) creates nothing.
         """
         if named is not None:
             try:
@@ -118,7 +132,7 @@ class TurnStory:
                 if new is None or request.expected_generation is not None:
                     raise
         assert new is not None
-        await check_quota(new.tenant)
+        await self.admission.check_quota(new.tenant)
         try:
             await self.create(client, request, new)
         except ContextExists:
@@ -178,24 +192,10 @@ class TurnStory:
             self.metrics.count_match(turn.prompt.outcome, turn.prompt.diverged)
             await self._run(turn)
 
-    async def answer_again(self, tenant: TenantId, session_id: SessionId, said: Repeatable, client: Client) -> bool:
-        """Give the answer of a request that was committed before; False: nothing is kept of it, and nothing is sent.
-
-        Raises AnswerNotKept, IdempotencyKeyReused.
-        """
-        kept = await self.manager.find_answer(tenant, session_id, repeat_key=said.key)
-        if kept is not None:
-            await give_again(kept, said, client.send)
-        return kept is not None
-
     async def drop_branch(self, tenant: TenantId, session_id: SessionId) -> None:
         """Remove a branch that its turn did not take over; any other context stays. Waits a moment for that."""
         dropping = self.manager.abort_turn(tenant, session_id, lease_id=BRANCH_LEASE_ID)
         await self.background.finish(dropping, within_s=_GIVING_BACK_S)
-
-    async def start(self) -> None:
-        """Begin the store's own work, in the running loop."""
-        await self.kv.start()
 
     def give_up(self) -> None:
         """Let every turn that waits for its engine or its client end as if the engine had broken off."""
@@ -232,7 +232,7 @@ class TurnStory:
         except (EngineFailed, NoReadyEndpoint) as exc:
             lost_with_client = delivery.patience.lost_with == "client"
             self.metrics.aborts.labels(reason="client" if lost_with_client else "engine").inc()
-            if not delivery.started:
+            if not turn.client.keep_alive.has_begun:
                 raise
             # The stream has begun: closing the connection without `[DONE]` is the only honest way to say it broke.
             log.warning("answer cut off", extra={"session_id": turn.session.session_id, "reason": exc.message})
@@ -247,7 +247,7 @@ class TurnStory:
         client, patience = turn.client, delivery.patience
         self._patiences.add(patience)
         try:
-            async with patience.watching(), client.filling(stream=turn.request.stream):
+            async with patience.watching(), client.keep_alive.filling(stream=turn.request.stream):
                 receive = patience.receive(client.receive)
                 path, body = client.dialect.asking(turn.request.path, self._engine_body(turn))
                 await client.engine.generate(path, body, receive, delivery.take)

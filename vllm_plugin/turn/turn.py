@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -70,22 +69,18 @@ class Client:
     tag: str
     """Tag of its tenant; empty: unknown."""
     receive: Receive
+    keep_alive: KeepAlive
     send: Send
+    """`keep_alive`, or a `send` before it."""
     engine: Engine
     identity: Identity = field(init=False)
     """Set for a turn alone, once its signature is checked."""
     dialect: Dialect = field(default_factory=Dialect)
-    keep_alive: KeepAlive | None = None
-    """Its `send`, where it wants comments in the silences of a stream."""
 
     @property
     def path(self) -> str:
         """Path of the route."""
         return str(self.scope["path"])
-
-    def filling(self, *, stream: bool) -> AbstractAsyncContextManager[None]:
-        """Keep a stream open that is answered inside the block."""
-        return nullcontext() if self.keep_alive is None or not stream else self.keep_alive.filling()
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 from typing import Any
@@ -33,22 +33,21 @@ _GRACE_S = 10.0
 
 
 class TurnPatience:
-    """One turn's. Costs a comparison a message: the timer is moved only when it fires, or must fire earlier."""
+    """One turn's."""
 
     def __init__(self, engine_s: float) -> None:
         """`engine_s`: seconds without a message from the engine."""
         self._engine_s = engine_s
-        self._deadline_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        """Runs while the engine or the client is waited for."""
         self._out = asyncio.Event()
         self._limit: asyncio.Timeout | None = None
-        self._awaited = ""
         self.lost_with = ""
         """`engine` or `client`, once it is; empty before."""
 
     def lose(self, whom: str) -> None:
         """End the patience; harmless outside `watching`, and while we wait for ourselves."""
-        if self._limit is not None and self._deadline_s is not None and not self.lost_with:
+        if self._limit is not None and self._timer is not None and not self.lost_with:
             self.lost_with = whom
             self._out.set()
             self._limit.reschedule(asyncio.get_running_loop().time() + _GRACE_S)
@@ -62,8 +61,6 @@ class TurnPatience:
                 yield
             finally:
                 self._wait_for("", None)
-                if self._timer is not None:
-                    self._timer.cancel()
 
     def receive(self, receive: Receive) -> Receive:
         """Return the client's `receive`, which says that it has left once patience is lost."""
@@ -84,11 +81,10 @@ class TurnPatience:
         """Wait for the engine's next message anew."""
         self._wait_for("engine", self._engine_s)
 
-    @contextmanager
-    def with_client(self) -> Iterator[None]:
-        """Wait for the client inside the block, for the engine after it."""
+    async def with_client(self, sending: Awaitable[None]) -> None:
+        """Wait for the client until it has taken a part of its answer, for the engine after that."""
         self._wait_for("client", _CLIENT_S)
-        yield
+        await sending
         self._wait_for("engine", self._engine_s)
 
     @contextmanager
@@ -99,26 +95,9 @@ class TurnPatience:
         self._wait_for("engine", self._engine_s)
 
     def _wait_for(self, whom: str, seconds: float | None) -> None:
-        loop = asyncio.get_running_loop()
-        self._awaited = whom
-        self._deadline_s = None if seconds is None else loop.time() + seconds
-        if self._deadline_s is not None and (self._timer is None or self._deadline_s < self._timer.when()):
-            self._arm(self._deadline_s)
-
-    def _arm(self, when_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(when_s, self._fire)
-
-    def _fire(self) -> None:
-        self._timer = None
-        if self._deadline_s is None or self.lost_with:
-            return
-        now_s = asyncio.get_running_loop().time()
-        if now_s < self._deadline_s:
-            self._arm(self._deadline_s)
-            return
-        self.lose(self._awaited)
+        self._timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.lose, whom)
 
 
 class Background:

@@ -33,7 +33,7 @@ class Tokenizer:
     async def tokenize(self, model, text, *, add_special_tokens):
         return _ids(text)
 
-    async def tokenize_chat(self, model, messages, template_fields, *, continue_final_message=False):
+    async def tokenize_chat(self, request, messages, *, continue_final_message=False):
         whole = rendered(messages)
         return whole[: -len(_ids("\n<assistant>"))] if continue_final_message else whole
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
+
 from contextcache.errors import ContextCacheError, EngineFailed, NoReadyEndpoint
 from contextcache.model import SessionId, UsageFormat
 from vllm_plugin.turn.answer.events import Event, EventSplitter
@@ -44,7 +46,6 @@ class AnswerResult:
     """Ids of a response's output items, by which its client may send them again."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     """As the engine counts them."""
@@ -55,12 +56,9 @@ class AnswerResult:
 
     def message(self) -> dict[str, Any]:
         """Return the chat message the client would send back as history."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text or None}
-        if self.tool_calls:
-            message["tool_calls"] = self.tool_calls
-        elif self.text == "":
-            message["content"] = ""
-        return message
+        if not self.tool_calls:
+            return {"role": "assistant", "content": self.text}
+        return {"role": "assistant", "content": self.text or None, "tool_calls": self.tool_calls}
 
     def check_finished(self) -> None:
         """Raise when the engine gave the answer up: NoReadyEndpoint before its first token, else EngineFailed."""
@@ -70,11 +68,10 @@ class AnswerResult:
             raise NoReadyEndpoint("the engine accepts no more turns", retry_after_s=1)
         raise EngineFailed("the engine failed before the answer ended")
 
-    def take_usage(self, usage: dict[str, Any]) -> None:
-        """Read the engine's usage object."""
-        self.prompt_tokens = _count(usage.get("prompt_tokens"))
-        self.completion_tokens = _count(usage.get("completion_tokens"))
-        self.cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+    def take_usage(self, completion_tokens: Any, prompt_details: Any) -> None:
+        """Read the parts of the engine's usage object."""
+        self.completion_tokens = _count(completion_tokens)
+        self.cached_tokens = _count((prompt_details or {}).get("cached_tokens"))
 
     def take_report(self, answer: dict[str, Any]) -> None:
         """Read the report of the engine's connector from a whole answer."""
@@ -178,7 +175,8 @@ class JsonAnswer:
         """Read the transcript's part of the whole answer. Raises what JSON of another shape does."""
         choice = _only(self._answer["choices"])
         self.result.take_choice(choice)
-        self.result.take_usage(self._answer["usage"])
+        usage = self._answer["usage"]
+        self.result.take_usage(usage.get("completion_tokens"), usage.get("prompt_tokens_details"))
         self.result.take_report(self._answer)
         if self._request.prefill_only:
             _without_output(choice)
@@ -280,8 +278,8 @@ class SseAnswer:
         return self._take_answer_event(event, answer)
 
     def _take_answer_event(self, event: Event, answer: dict[str, Any]) -> bytes:
-        if answer.get("usage"):
-            self.result.take_usage(answer["usage"])
+        if usage := answer.get("usage"):
+            self.result.take_usage(usage.get("completion_tokens"), usage.get("prompt_tokens_details"))
         choices = answer.get("choices") or []
         if not choices:
             self.hold(event)
@@ -324,8 +322,8 @@ class SseAnswer:
 def compact_json(answer: dict[str, Any]) -> bytes:
     """Return an event's data in UTF-8."""
     try:
-        return json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half a surrogate pair is no UTF-8: written as it came, escaped
+        return msgspec.json.encode(answer)
+    except (UnicodeEncodeError, OverflowError):  # half a surrogate pair is no UTF-8: written as it came, escaped
         return json.dumps(answer, separators=(",", ":")).encode()
 
 

@@ -32,8 +32,6 @@ class Delivery:
     patience: TurnPatience
     complete: bool = False
     """The client has been sent everything."""
-    started: bool = False
-    """The client has been sent a part: an error can no longer be told by status."""
     _start: Message = field(default_factory=dict)
     _refused: bytearray = field(default_factory=bytearray)
     _failure: ContextCacheError | None = None
@@ -41,7 +39,7 @@ class Delivery:
     def __post_init__(self) -> None:
         """Make the reader of the engine's answer, which writes the client's."""
         self.answer = self.turn.client.dialect.answer(self.turn)
-        self._send, self._recording = self.turn.client.send, self.turn.recording
+        self._client, self._recording = self.turn.client, self.turn.recording
 
     async def take(self, message: Message) -> None:
         """Take one ASGI message of the engine's.
@@ -63,11 +61,11 @@ class Delivery:
         if message["type"] == "http.response.start":
             self._start = message
             if self._recording is not None:
-                self._recording.content_type = _content_type(message)
+                content_type = dict(message.get("headers", ())).get(b"content-type", b"application/json")
+                self._recording.content_type = content_type.decode("latin-1")
             return
         if message["type"] != "http.response.body":
-            with self.patience.with_client():
-                await self._send(message)
+            await self.patience.with_client(self._client.send(message))
             return
         self.patience.heard_engine()
         body, more = message.get("body", b""), message.get("more_body", False)
@@ -101,28 +99,26 @@ class Delivery:
         with self.patience.with_ourselves():
             headers, end = await self.settlement.settle(self.turn, self.answer)
         crash_point(COMMITTED)
-        if not self.started:
+        if not self._client.keep_alive.has_begun:
             await self._send_start([*headers, ("content-length", str(len(end)))])
         await self._send_body(end, more=False)
 
     async def _begin_stream(self) -> None:
-        if not self.started:
+        if not self._client.keep_alive.has_begun:
             headers = await self.settlement.stream_receipt(self.turn)
             if self._recording is not None:
-                self._recording.begin(headers)
+                self._recording.head = headers
             await self._send_start(headers)
 
     async def _send_start(self, headers: list[tuple[str, str]]) -> None:
         ours = [(name.encode(), value.encode()) for name, value in headers]
         replaced = _REPLACED_HEADERS | {name for name, _ in ours}
         kept = [(name, value) for name, value in self._start.get("headers", []) if name.lower() not in replaced]
-        self.started = True
-        with self.patience.with_client():
-            await self._send({**self._start, "headers": kept + ours})
+        await self.patience.with_client(self._client.send({**self._start, "headers": kept + ours}))
 
     async def _send_body(self, body: bytes, *, more: bool) -> None:
-        with self.patience.with_client():
-            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        part = {"type": "http.response.body", "body": body, "more_body": more}
+        await self.patience.with_client(self._client.send(part))
         self.complete = self.complete or not more
 
     def check_complete(self) -> None:
@@ -134,8 +130,3 @@ class Delivery:
         if lost_with := self.patience.lost_with:
             raise EngineFailed(f"the {lost_with} reached its time limit")
         raise EngineFailed("the engine closed the connection before its answer ended")
-
-
-def _content_type(start: Message) -> str:
-    found = (value for name, value in start.get("headers", []) if name.lower() == b"content-type")
-    return next(found, b"application/json").decode("latin-1")

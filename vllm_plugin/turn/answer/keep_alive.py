@@ -1,4 +1,4 @@
-"""Comments that keep a silent stream open: proxies cut connections on which no byte comes for a while.
+"""A client's `send`. Comments keep a silent stream open: proxies cut connections on which no byte comes for a while.
 
 A cold prompt is silent until its first token. A client that asks for it gets the head of its stream and a comment
 after some seconds of silence. Each further silence of the same length gets another comment. Readers of server-sent
@@ -46,19 +46,22 @@ def read_keep_alive(headers: Mapping[str, str]) -> int | None:
 
 
 class KeepAlive:
-    """A client's `send` that puts comments into silences while the engine answers (`filling`)."""
+    """A client's `send` that puts comments into silences while the engine answers (`filling`).
 
-    def __init__(self, send: Send, path: str, silence_s: float) -> None:
-        """`path`: path of the request. It decides the format of errors."""
+    It tells proxies not to hold a stream back.
+    """
+
+    def __init__(self, send: Send, path: str, silence_s: int | None = None) -> None:
+        """`path`: path of the request. It decides the format of errors. `silence_s`: None for no comments."""
         self._send = send
         self._path = path
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._sending = asyncio.Lock()
         self._heard = asyncio.Event()
-        self._has_begun = False
-        """A head has been sent."""
+        self.has_begun = False
+        """The application has sent a head."""
         self._is_ours = False
-        """That head came from here, before the application's."""
+        """A head came from here, before the application's."""
         self._is_stream = True
         """More events may be sent."""
         self._ends_event = True
@@ -83,11 +86,16 @@ class KeepAlive:
                 await self._send(message)
 
     async def _start(self, message: Message) -> None:
-        if not self._is_ours:
-            self._has_begun, self._is_stream = True, begins_stream(message) and message["status"] == 200
-            await self._send(message)
-        elif message["status"] != 200:
-            self._failed = bytearray()
+        self.has_begun = True
+        if self._is_ours:
+            self._failed = None if message["status"] == 200 else bytearray()
+            return
+        self._is_stream = begins_stream(message) and message["status"] == 200
+        if begins_stream(message):
+            headers = list(message["headers"])
+            said = {name.lower() for name, _ in headers}
+            message = {**message, "headers": headers + [told for told in UNBUFFERED if told[0] not in said]}
+        await self._send(message)
 
     async def _fail(self, body: bytearray, message: Message) -> None:
         body += message.get("body", b"")[: _ERROR_BYTES_MAX - len(body)]
@@ -96,9 +104,12 @@ class KeepAlive:
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     @asynccontextmanager
-    async def filling(self) -> AsyncIterator[None]:
-        """Send comments into silences inside the block, which a stream is answered in."""
-        task = asyncio.create_task(self._fill())
+    async def filling(self, *, stream: bool) -> AsyncIterator[None]:
+        """Send comments into silences inside the block, where a stream is answered in it."""
+        if self.silence_s is None or not stream:
+            yield
+            return
+        task = asyncio.create_task(self._fill(self.silence_s))
         try:
             yield
         finally:
@@ -109,11 +120,11 @@ class KeepAlive:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _fill(self) -> None:
+    async def _fill(self, silence_s: int) -> None:
         while not self._is_over:
             self._heard.clear()
             try:
-                async with asyncio.timeout(self._silence_s):
+                async with asyncio.timeout(silence_s):
                     await self._heard.wait()
             except TimeoutError:
                 async with self._sending:
@@ -122,8 +133,8 @@ class KeepAlive:
     async def _comment(self) -> None:
         if self._heard.is_set() or self._failed is not None or not (self._is_stream and self._ends_event):
             return
-        if not self._has_begun:
-            self._has_begun = self._is_ours = True
+        if not (self.has_begun or self._is_ours):
+            self._is_ours = True
             await self._send(_HEAD)
         await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 

@@ -15,7 +15,7 @@ import msgspec
 from contextcache.errors import AnswerNotKept, ContextCacheError, IdempotencyKeyReused
 from contextcache.model import KeptAnswer, Repeatable
 from contextcache.terms import REPLAYED_HEADER
-from vllm_plugin.turn.engine import Send
+from vllm_plugin.turn.engine import Send, send_whole
 
 RAW_BYTES_MAX = 4 << 20
 """Limit of an answer as it is sent: a stream of some fifteen thousand tokens."""
@@ -35,12 +35,9 @@ class Recording:
         self.expires_at_s = 10**17 + secrets.randbelow(9 * 10**17)
         """Stands for the end of the context's life, which the commit sets."""
         self.content_type = "application/json"
-        self._head: Headers | None = None
+        self.head: Headers | None = None
+        """Headers of a stream, which is sent them before its turn is committed."""
         self._body = bytearray()
-
-    def begin(self, headers: Headers) -> None:
-        """Note the headers of a stream, which is sent them before its turn is committed."""
-        self._head = headers
 
     def add(self, piece: bytes) -> None:
         """Note a piece of a stream. An answer over the limit is not kept."""
@@ -49,7 +46,7 @@ class Recording:
 
     async def packed(self, headers: Headers, end: bytes) -> bytes:
         """Return the packed answer; empty: it is too large. `headers`: those of an answer without a stream."""
-        head = [("content-type", self.content_type), *(self._head or headers)]
+        head = [("content-type", self.content_type), *(self.head or headers)]
         if len(self._body) + len(end) > RAW_BYTES_MAX:
             return b""
         raw = msgspec.msgpack.encode((str(self.expires_at_s), head, bytes(self._body) + end))
@@ -79,7 +76,4 @@ async def give_again(kept: KeptAnswer, said: Repeatable, send: Send) -> None:
     expires_at_s = str(kept.expires_at_ms // 1000)
     whole = body.replace(placeholder.encode(), expires_at_s.encode())
     headers = [(name, text.replace(placeholder, expires_at_s)) for name, text in head]
-    headers += [(REPLAYED_HEADER, "true"), ("content-length", str(len(whole)))]
-    pairs = [(name.encode(), text.encode()) for name, text in headers]
-    await send({"type": "http.response.start", "status": 200, "headers": pairs})
-    await send({"type": "http.response.body", "body": whole, "more_body": False})
+    await send_whole(send, 200, [*headers, (REPLAYED_HEADER, "true")], whole)

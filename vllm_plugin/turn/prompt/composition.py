@@ -19,7 +19,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from contextcache.errors import ContextCacheError, ContextLengthExceeded, InvalidRequest
 from contextcache.model import Segment, SegmentKind
@@ -98,9 +98,10 @@ async def compose_turn(
         await refuse_too_long(engine, request, request.prompt)
         messages = (transcript.messages if is_append else ()) + request.prompt.messages
         frame = None if is_append else await _frame(engine, request, head)
-        if frame and not frame.opens(head.token_ids):
+        if frame and head.token_ids[: len(frame.before)] != frame.before:
             head, outcome, diverged = Transcript(), Outcome.DIVERGE, Divergence(0, Why.HEAD_CHANGED)
-        if len(head.segments) == 1 and len(head.messages) == len(messages) and frame and frame.ends(head.token_ids):
+        is_first = len(head.segments) == 1 and len(head.messages) == len(messages)
+        if is_first and frame and frame.after and head.token_ids[-len(frame.after) :] == frame.after:
             rest, ids = None, ()  # another answer to the first prompt: the generation prompt is there
         else:
             head, rest, ids = await _chat_after(engine, request, head, messages)
@@ -149,7 +150,7 @@ async def answer_segment(engine: Engine, request: TurnRequest, result: AnswerRes
 
 async def _ids_of(engine: Engine, request: TurnRequest, prompt: ClientPrompt, *, at_start: bool) -> tuple[int, ...]:
     if prompt.messages is not None:
-        ids = await engine.tokenize_chat(request.model, prompt.messages, request.template_fields)
+        ids = await engine.tokenize_chat(request, prompt.messages)
         return ids if at_start else await _without_bos(engine, request.model, ids)
     if prompt.token_ids is not None:
         return prompt.token_ids if at_start else await _without_bos(engine, request.model, prompt.token_ids)
@@ -183,20 +184,13 @@ def _after(head: Transcript, prompt: ClientPrompt) -> ClientPrompt | None:
     return ClientPrompt(text=text) if text else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
+class _Frame(NamedTuple):
     """Tokens that the template puts around a conversation's words now. Other tools or another date change them."""
 
     before: tuple[int, ...]
     """The first words."""
     after: tuple[int, ...]
     """The last words; empty when it is not known for the last message."""
-
-    def opens(self, token_ids: tuple[int, ...]) -> bool:
-        return token_ids[: len(self.before)] == self.before
-
-    def ends(self, token_ids: tuple[int, ...]) -> bool:
-        return bool(self.after) and token_ids[-len(self.after) :] == self.after
 
 
 async def _frame(engine: Engine, request: TurnRequest, head: Transcript) -> _Frame | None:
@@ -208,9 +202,7 @@ async def _frame(engine: Engine, request: TurnRequest, head: Transcript) -> _Fra
     try:
         one, other = await asyncio.gather(
             *(
-                engine.tokenize_chat(
-                    request.model, [*opening, {"role": first[0]["role"], "content": words}], request.template_fields
-                )
+                engine.tokenize_chat(request, [*opening, {"role": first[0]["role"], "content": words}])
                 for words in (_PLACEHOLDER, _OTHER_PLACEHOLDER)
             )
         )
@@ -262,8 +254,8 @@ async def _splice(
     base = _placeholders(head.messages)
     try:
         open_end, full = await asyncio.gather(
-            engine.tokenize_chat(request.model, base, request.template_fields, continue_final_message=True),
-            engine.tokenize_chat(request.model, [*base, *messages], request.template_fields),
+            engine.tokenize_chat(request, base, continue_final_message=True),
+            engine.tokenize_chat(request, [*base, *messages]),
         )
     except InvalidRequest:
         return None
@@ -424,7 +416,7 @@ async def _cut_messages(
         return head + history[start:] + new
 
     async def ids_from(start: int) -> tuple[int, ...]:
-        return await engine.tokenize_chat(request.model, kept_from(start), request.template_fields)
+        return await engine.tokenize_chat(request, kept_from(start))
 
     first, last = 0, len(starts) - 1
     ids = await ids_from(starts[last]) if starts else prompt.token_ids

@@ -164,7 +164,7 @@ async def test_a_silence_between_two_events_is_filled_and_one_within_an_event_is
         return {"type": "http.response.body", "body": data, "more_body": more}
 
     keep_alive = KeepAlive(send, "/v1/completions", 10)
-    async with keep_alive.filling():
+    async with keep_alive.filling(stream=True):
         head = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
         await keep_alive(head)
         await asyncio.sleep(15)
@@ -184,7 +184,7 @@ async def test_an_answer_that_is_no_stream_is_left_alone():
         sent.append(message)
 
     keep_alive = KeepAlive(send, "/v1/completions", 10)
-    async with keep_alive.filling():
+    async with keep_alive.filling(stream=True):
         await keep_alive({"type": "http.response.start", "status": 500, "headers": []})
         await asyncio.sleep(25)
         await keep_alive({"type": "http.response.body", "body": b"{}"})
@@ -201,7 +201,7 @@ async def test_a_head_on_its_way_is_sent_before_the_answer_s_end_is_told():
         sent.append(message.get("status") or message["body"])
 
     keep_alive = KeepAlive(send, "/v1/completions", 10)
-    async with keep_alive.filling():
+    async with keep_alive.filling(stream=True):
         await asyncio.sleep(10.1)
     await keep_alive({"type": "http.response.start", "status": 503, "headers": []})
     await keep_alive({"type": "http.response.body", "body": b'{"error": {"message": "busy"}}'})
@@ -214,5 +214,5 @@ async def test_a_client_that_reads_nothing_holds_up_no_end():
         await asyncio.get_running_loop().create_future()
 
     async with asyncio.timeout(20):
-        async with KeepAlive(send, "/v1/completions", 10).filling():
+        async with KeepAlive(send, "/v1/completions", 10).filling(stream=True):
             await asyncio.sleep(15)

@@ -299,7 +299,7 @@ async def test_a_create_that_comes_again_is_answered_although_its_tenant_is_over
     async def full(tenant):
         raise ContextQuotaExceeded("full")
 
-    monkeypatch.setattr(pod.app._admission, "check_quota", full)
+    monkeypatch.setattr(pod.story.admission, "check_quota", full)
 
     assert is_again(await create(pod), first)
     assert code(await create(pod, prompt="other")) == (422, "idempotency_key_reused")

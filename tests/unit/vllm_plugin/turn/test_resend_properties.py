@@ -35,7 +35,7 @@ class Tokenizer:
     def __init__(self) -> None:
         self.rendered = FakeVllm().render
 
-    async def tokenize_chat(self, model, messages, template_fields, *, continue_final_message=False):
+    async def tokenize_chat(self, request, messages, *, continue_final_message=False):
         return tuple(self.rendered(messages, generate=not continue_final_message, open_end=continue_final_message))
 
     async def tokenize(self, model, text, *, add_special_tokens):

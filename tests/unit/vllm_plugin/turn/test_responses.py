@@ -1,5 +1,6 @@
 """Turns on `/v1/responses`: vLLM reads the items, around the ordinary turn, over a real manager and a toy engine."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -266,7 +267,7 @@ async def test_an_engine_without_vllms_words_carries_no_contexts_here(tmp_path):
 
 def reader(*, stream=True):
     """Return a reader of one turn's answer, without a pod."""
-    dialect = Responses.of({"app": SimpleNamespace(state=STATE)})
+    dialect = asyncio.run(Responses.of({"app": SimpleNamespace(state=STATE)}))
     body = {"model": "m", "input": "Hi", "stream": stream, "conversation": "mine"}
     request = dialect.turn(PATH, body, {}, json.dumps(body).encode(), "mine")
     session = SimpleNamespace(session_id="mine", generation=0)

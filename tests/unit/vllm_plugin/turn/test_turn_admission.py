@@ -40,8 +40,8 @@ def pod(tmp_path):
 
 
 def guard(pod, quotas) -> TurnAdmission:
-    pod.app._admission = TurnAdmission(pod.settings, quotas=quotas, clock=pod.clock, metrics=pod.story.metrics)
-    return pod.app._admission
+    pod.story.admission = TurnAdmission(pod.settings, quotas=quotas, clock=pod.clock, metrics=pod.story.metrics)
+    return pod.story.admission
 
 
 async def until_paused(pod, number):
@@ -53,7 +53,7 @@ def refusal(answer):
 
 
 async def test_a_tenant_with_as_many_turns_as_it_may_gets_429_and_others_do_not(pod):
-    """Seen failing without `self._admission.request(...)` in the middleware: the third create is 200."""
+    """Seen failing without `admission.request(...)` in the middleware: the third create is 200."""
     guard(pod, None)
     pod.engine.pause = asyncio.Event()
     running = [asyncio.create_task(pod.create(prompt="x", stream=True)) for _ in range(2)]
@@ -91,7 +91,7 @@ async def test_every_request_that_a_gateway_sends_counts_for_its_tenant(pod, pat
     identity = None if signed == "tag only" else pod.identity(kept="kept_" + "1" * 32 if signed else "")
     running = [asyncio.create_task(pod.post(path, body, identity, [tag])) for _ in range(2)]
     running.append(asyncio.create_task(pod.post(path, body, identity, [other])))
-    await until(lambda: len(pod.app._admission.requests_of_all()) == 2, what="both tenants count", interval_s=0)
+    await until(lambda: len(pod.story.admission.requests_of_all()) == 2, what="both tenants count", interval_s=0)
     refused = await pod.post(path, body, identity, [tag])
     health = await pod.get("/health")
     for task in running:
@@ -100,7 +100,7 @@ async def test_every_request_that_a_gateway_sends_counts_for_its_tenant(pod, pat
 
     assert refusal(refused) == (429, "too_many_in_flight", "1")
     assert read_in_flight(health.headers["x-context-in-flight"]) == {tag[1].decode(): 2, other[1].decode(): 1}
-    assert pod.app._admission.requests_of_all() == {}
+    assert pod.story.admission.requests_of_all() == {}
 
 
 async def test_a_tag_that_is_none_or_came_around_the_gateway_counts_nothing(pod):
