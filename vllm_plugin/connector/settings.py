@@ -88,8 +88,16 @@ class ConnectorSettings(Bounds):
 
     @property
     def lookup_wait_ms(self) -> int:
-        """Maximum wait in the sidecar for KV that is being saved or pulled. The next turn may come before the seal."""
+        """Maximum wait in the sidecar for KV that is being saved or pulled. The next turn may come before the seal.
+
+        A prompt that is computed sooner waits no longer than it takes to compute, or `lookup_wait_min_ms`.
+        """
         return min(2_000 * self.deadline_factor, _LONGEST_WAIT_MS)
+
+    @property
+    def lookup_wait_min_ms(self) -> int:
+        """Maximum wait of a prompt that is computed sooner: a busy sidecar may take as long for an answer at hand."""
+        return min(500 * self.deadline_factor, self.lookup_wait_ms)
 
     @property
     def prepare_deadline_ms(self) -> int:

@@ -122,7 +122,6 @@ class Lookups:
         self._counters = counters
         self._clock = clock
         self._tracer = tracer
-        self._limit_ms = settings.lookup_wait_ms + settings.lookup_wait_ms // _GRACE_SHARE
         self._is_silent = False
         """Whether the last question ran out of time. Any answer, however late, ends the silence."""
         self._pool = TransferPool("lookups", threads=settings.lookup_threads, queue_limit=settings.queue_limit)
@@ -132,6 +131,11 @@ class Lookups:
     ) -> Lookup:
         """Ask for the KV that serves most of a prompt. Never waits."""
         settings = self._settings
+        wait_ms = settings.lookup_wait_ms
+        if compute_us_per_token:
+            # An answer that comes later than the tokens would be computed is of no use.
+            compute_ms = int(len(token_ids) * compute_us_per_token / 1000)
+            wait_ms = min(wait_ms, max(compute_ms, settings.lookup_wait_min_ms))
         refs = [name for ref in transfer.load for name in ((ref, prompt_ref(ref)) if facts.has_checkpoints else (ref,))]
         saving = [ref for ref in refs if ref in self._saves]
         question = pb.ResolveRequest(
@@ -140,8 +144,8 @@ class Lookups:
             world_size=facts.world_size,
             cache_refs=refs,
             saving=saving,
-            wait_ms=settings.lookup_wait_ms if saving else 0,
-            pull_wait_ms=settings.lookup_wait_ms,
+            wait_ms=wait_ms if saving else 0,
+            pull_wait_ms=wait_ms,
             compute_us_per_token=compute_us_per_token,
             bring=True,
             tokens_min=settings.match_tokens_min if settings.match_prefix else 0,
@@ -151,14 +155,16 @@ class Lookups:
             beginning=transfer.beginning,
             peer=transfer.prefix_at,
         )
-        patience_ms = self._limit_ms // _SILENT_SHARE if self._is_silent else self._limit_ms
-        lookup = Lookup(self._clock.now_ms() + patience_ms)
+        limit_ms = wait_ms + wait_ms // _GRACE_SHARE
+        lookup = Lookup(self._clock.now_ms() + (limit_ms // _SILENT_SHARE if self._is_silent else limit_ms))
+        # Longer than the request waits: a late answer still ends the silence.
+        timeout_s = (limit_ms + settings.manifest_deadline_ms) / 1000
 
         def ask() -> None:
             with self._tracer.continued("connector lookup", parent=transfer.traceparent) as span:
                 prompt = np.asarray(token_ids, dtype=np.int64)
                 question.token_ids = prompt.astype("<u4").tobytes()
-                found = self._ask(question, prompt, facts, lookup.deadline_ms)
+                found = self._ask(question, prompt, facts, lookup.deadline_ms, timeout_s)
                 span.set_attribute("contextcache.matched_tokens", found.num_tokens)
                 span.set_attribute("contextcache.reason", found.reason)
             lookup.answer = found
@@ -174,9 +180,9 @@ class Lookups:
         """End the threads; return whether they have ended in time."""
         return self._pool.close(timeout_s)
 
-    def _ask(self, question: pb.ResolveRequest, prompt: np.ndarray, facts: RankFacts, deadline_ms: int) -> Match:
-        # Longer than the request waits: a late answer still ends the silence.
-        timeout_s = (self._limit_ms + self._settings.manifest_deadline_ms) / 1000
+    def _ask(
+        self, question: pb.ResolveRequest, prompt: np.ndarray, facts: RankFacts, deadline_ms: int, timeout_s: float
+    ) -> Match:
         try:
             manifest, answer = self._sidecar.resolve(question, timeout_s)
         except ContextCacheError as exc:

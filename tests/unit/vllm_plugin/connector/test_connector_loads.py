@@ -366,6 +366,26 @@ def test_an_engine_step_is_never_held_by_a_sidecar_that_does_not_answer(engine: 
     assert report_of(engine).reason == "manifest_deadline"
 
 
+@pytest.mark.parametrize(("tokens_per_ms", "limit_ms"), [(0.0, 2_250), (50.0, 562), (0.1, 1_721), (0.01, 2_250)])
+def test_a_sidecar_is_waited_for_no_longer_than_the_prompt_takes_to_compute(
+    engine: Engine, tokens_per_ms: float, limit_ms: int
+) -> None:
+    """Seen failing: each wait was 2 250 ms, and a prompt of 3 ms waited as long for a sidecar that hung."""
+    saved(engine)
+    engine.loop.connector.scheduler_side._estimate._tokens_per_ms = tokens_per_ms
+    hang = engine.sidecar.hang["resolve"] = threading.Event()
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    engine.loop.step()
+    engine.clock.advance(ms=limit_ms - 1)
+    engine.loop.step()
+    assert engine.loop.computed["again"] == 0
+    engine.clock.advance(ms=1)
+    engine.loop.step()
+
+    assert engine.loop.computed["again"] > 0
+    hang.set()
+
+
 def test_a_sidecar_that_stays_silent_is_waited_for_only_briefly(engine: Engine) -> None:
     answer = saved(engine)
     engine.sidecar.forget("resolve")
@@ -533,7 +553,7 @@ def test_one_question_names_all_that_the_sidecar_needs_to_choose(engine: Engine)
 
     [asked] = engine.sidecar.questions[-1:]
     assert (list(asked.cache_refs), list(asked.saving)) == ([A, B], [B])
-    assert (asked.wait_ms, asked.pull_wait_ms, asked.compute_us_per_token) == (2_000, 2_000, 250)
+    assert (asked.wait_ms, asked.pull_wait_ms, asked.compute_us_per_token) == (500, 500, 250)
     assert np.frombuffer(asked.token_ids, "<u4").tolist() == PROMPT
     assert (asked.tenant, asked.tokens_min, asked.bring) == ("demo", 64, True)
 
