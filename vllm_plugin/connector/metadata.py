@@ -41,14 +41,10 @@ class EngineGroup:
         """Return how many positions `num_tokens` tokens have."""
         return -(-num_tokens // self.block_tokens)
 
-    def num_pages(self, file: KVFile) -> int:
-        """Return how many engine blocks a file holds."""
-        return self.num_positions(file.end_token) - file.first_token // self.block_tokens
-
     def blocks_of(self, file: KVFile, block_ids: Sequence[int], first: int) -> Sequence[int]:
-        """Return the engine blocks of a file. `block_ids` begin at position `first`."""
-        start = file.first_token // self.block_tokens - first
-        return block_ids[start : start + self.num_pages(file)]
+        """Return the engine blocks of a file; none when one is missing. `block_ids` begin at position `first`."""
+        start, end = file.first_token // self.block_tokens - first, -(-file.end_token // self.block_tokens) - first
+        return block_ids[start:end] if start >= 0 and end <= len(block_ids) else ()
 
     def num_full(self, file: KVFile) -> int:
         """Return how many of a file's pages, from its first on, have a token of the file in every slot."""

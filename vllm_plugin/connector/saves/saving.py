@@ -20,16 +20,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
+from typing import Any
 
 from opentelemetry.trace import get_current_span
 from opentelemetry.util.types import Attributes
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, SaveIncomplete, SidecarUnavailable, StorageFull
-from contextcache.model import KVFile
+from contextcache.model import KVFile, KVGroup
 from contextcache.phases import Phases
 from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
@@ -38,7 +40,7 @@ from contextcache.wire.rpc import is_late
 from contextcache.wire.tracing import Tracer, fail
 from kv_sidecar.client import BlockFileWriter, context_files, file_meta, next_files, unpack_token_ids
 from vllm_plugin.connector.copies.codec import NotFinite
-from vllm_plugin.connector.copies.pages import Fence, PageCopy, PagedLayers, page_bytes
+from vllm_plugin.connector.copies.pages import Fence, PageCopy, PagedLayers
 from vllm_plugin.connector.metadata import SavePlan
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -190,7 +192,10 @@ class Saver:
         save.block_ids = ((*save.block_ids[0], *plan.block_ids[0]),) if plan.early else plan.block_ids
         save.plan, save.token_ids = plan, save.token_ids + plan.token_ids
         if not plan.early:
-            save.deadline_ms = self.clock.now_ms() + self._allowed_ms(plan)
+            held = zip(plan.block_ids, self.layers.planes, strict=True)
+            size_bytes = sum(len(ids) * sum(planes) for ids, planes in held)
+            allowed_ms = self.settings.prepare_deadline_ms + size_bytes // self.settings.save_bytes_per_ms_min
+            save.deadline_ms = self.clock.now_ms() + allowed_ms
         part = Part(plan, fence)
         if obstacle:
             self._end_part(save, part, obstacle)
@@ -255,11 +260,6 @@ class Saver:
         self._copiers.shutdown(wait=False)
         self._saves.clear()
 
-    def _allowed_ms(self, plan: SavePlan) -> int:
-        held = zip(plan.block_ids, self.layers.shapes, strict=True)
-        size_bytes = sum(len(ids) * page_bytes(shapes) for ids, shapes in held)
-        return self.settings.prepare_deadline_ms + size_bytes // self.settings.save_bytes_per_ms_min
-
     def _queue(self, save: Save, part: Part) -> None:
         pool = self.uploads if part.plan.early else self.copying
         if pool.try_submit(lambda: self._run(save)) is None:
@@ -316,11 +316,7 @@ class Saver:
         terms = part.terms = self.link.terms()
         if terms.arena is None:
             raise SaveEnds("no_arena")
-        wanted = deque(self._missing(save, part.plan, terms))
-        if any(each.writer.size_bytes > terms.block_size_bytes_max for each in wanted):
-            raise StorageFull(f"a block has more than the sidecar's limit of {terms.block_size_bytes_max} bytes")
-        if any(each.writer.size_bytes > terms.arena.size_bytes for each in wanted):
-            raise SaveEnds("arena_full")
+        wanted = self._wanted(save, part.plan, terms, terms.arena)
         while wanted:
             self._check_open(save)
             if files := self._lend(save, part, terms.arena, wanted):
@@ -330,8 +326,8 @@ class Saver:
             elif part.plan.early:
                 raise SaveEnds("arena_full")
 
-    def _missing(self, save: Save, plan: SavePlan, terms: Terms) -> Iterator[SavedFile]:
-        """Send the new tokens; yield the files of this part that the sidecar lacks, and all tails."""
+    def _missing(self, save: Save, plan: SavePlan, terms: Terms) -> Sequence[int]:
+        """Send the new tokens; return which files of this part the sidecar lacks, and all tails."""
         # The engine may have computed no more than this part's tokens when its fence was made.
         num_tokens = plan.num_tokens
         file_tokens = plan.groups[0].kept(num_tokens, file_tokens_min=terms.block_tokens).block_tokens
@@ -340,78 +336,72 @@ class Saver:
         if plan.early:
             num_tokens -= num_tokens % file_tokens
             if num_tokens <= save.sent_tokens:
-                return
+                return ()
         groups = [group.kept(num_tokens, file_tokens_min=terms.block_tokens) for group in plan.groups]
         last = save.files[-1] if save.files else None
         new = unpack_token_ids(save.packed(last.end_token if last is not None else 0, num_tokens))
-        names = plan.cache_ref, plan.fingerprint, plan.tenant
+        chain = plan.cache_ref, plan.fingerprint, plan.tenant
         if len(groups) == 1 and groups[0].kind == "full_attention":
-            save.files += next_files(last, *names, new, block_tokens=save.file_tokens)
+            save.files += next_files(last, *chain, new, block_tokens=file_tokens)
         else:
-            save.files = context_files(*names, new, groups)
-        answer = self._send_tokens(save, plan, [message_of(pb.KVGroup, group) for group in groups], num_tokens)
+            save.files = context_files(*chain, new, groups)
+        answer = self._send_tokens(save, plan, groups, num_tokens)
+        save.sent_tokens = num_tokens
         missing = sorted(answer.missing_files)
         if answer.num_files != len(save.files) or (missing and not 0 <= missing[0] <= missing[-1] < len(save.files)):
             raise SidecarUnavailable(
                 f"the sidecar expects {answer.num_files} files, the engine has {len(save.files)}: their versions differ"
             )
+        return missing
+
+    def _wanted(self, save: Save, plan: SavePlan, terms: Terms, arena: Arena) -> deque[SavedFile]:
+        """Return the files that the sidecar lacks, without slots yet."""
+        wanted, rank = deque[SavedFile](), self.link.facts.rank
+        missing, firsts = self._missing(save, plan, terms), [it.first_needed(plan.num_tokens) for it in plan.groups]
         for index in missing:
             file = save.files[index]
-            group, num_pages = plan.groups[file.group], plan.groups[file.group].num_pages(file)
-            first = 0 if plan.early else group.first_needed(num_tokens)
-            block_ids = group.blocks_of(file, save.block_ids[file.group], first)
-            if len(block_ids) != num_pages:
+            group = plan.groups[file.group]
+            block_ids = group.blocks_of(file, save.block_ids[file.group], firsts[file.group])
+            if not block_ids:
                 raise SaveEnds("blocks_gone")
-            meta = file_meta(
-                file,
-                group=group.digest,
-                tenant=plan.tenant,
-                fingerprint=plan.fingerprint,
-                rank=self.link.facts.rank,
-                token_ids=unpack_token_ids(save.packed(file.first_token, file.end_token)),
-            )
-            size_bytes, codec = self.layers.stored(file.group, num_pages, group.num_full(file))
+            token_ids = unpack_token_ids(save.packed(file.first_token, file.end_token))
+            names = {"tenant": plan.tenant, "fingerprint": plan.fingerprint, "group": group.digest}
+            meta = file_meta(file, rank=rank, token_ids=token_ids, **names)
+            num_pages, num_full = len(block_ids), group.num_full(file)
+            size_bytes, codec = self.layers.stored(file.group, num_pages, num_full)
             # The request goes on to write into a page that is not full, unless its blocks are held.
-            is_still = plan.holds_blocks or group.num_full(file) == num_pages
+            is_still = plan.holds_blocks or num_full == num_pages
             num_digests = num_pages if self.layers.makes_digests and is_still else 0
             writer = BlockFileWriter(meta, pages_bytes=size_bytes, codec=codec, num_digests=num_digests)
-            yield SavedFile(index, file.group, writer, block_ids, group.num_full(file))
+            if writer.size_bytes > terms.block_size_bytes_max:
+                raise StorageFull("a block has more bytes than the sidecar's limit")
+            if writer.size_bytes > arena.size_bytes:
+                raise SaveEnds("arena_full")
+            wanted.append(SavedFile(index, file.group, writer, block_ids, num_full))
+        return wanted
 
     def _send_tokens(
-        self, save: Save, plan: SavePlan, groups: Sequence[pb.KVGroup], num_tokens: int
+        self, save: Save, plan: SavePlan, groups: Sequence[KVGroup], num_tokens: int
     ) -> pb.ExtendSaveResponse | pb.PrepareSaveResponse:
         """Have the sidecar know the tokens that it lacks, all of them if it has no such save; return the files."""
         facts, sidecar, timeout_s = self.link.facts, self.link.sidecar, self._timeout_s(save, plan)
+        sent, rank = save.sent_tokens, facts.rank
+        names: dict[str, Any] = {"tenant": plan.tenant, "cache_ref": plan.cache_ref, "rank": rank, "early": plan.early}
+        if sent:
+            with suppress(SaveIncomplete):
+                new = save.packed(sent, num_tokens)
+                return sidecar.extend_save(pb.ExtendSaveRequest(**names, first_token=sent, token_ids=new), timeout_s)
         request = pb.PrepareSaveRequest(
-            tenant=plan.tenant,
+            **names,
             session_id=plan.session_id,
-            cache_ref=plan.cache_ref,
             fingerprint=plan.fingerprint,
-            rank=facts.rank,
             world_size=facts.world_size,
+            token_ids=save.packed(0, num_tokens),
             expires_at_ms=plan.expires_at_ms,
             started_at_ms=plan.started_at_ms,
-            groups=groups,
-            early=plan.early,
+            groups=[message_of(pb.KVGroup, group) for group in groups],
         )
-        more = pb.ExtendSaveRequest(
-            tenant=plan.tenant,
-            cache_ref=plan.cache_ref,
-            rank=facts.rank,
-            first_token=save.sent_tokens,
-            token_ids=save.packed(save.sent_tokens, num_tokens),
-            early=plan.early,
-        )
-        answer: pb.PrepareSaveResponse | pb.ExtendSaveResponse | None
-        try:
-            answer = sidecar.extend_save(more, timeout_s) if save.sent_tokens else None
-        except SaveIncomplete:
-            answer = None
-        if answer is None:
-            request.token_ids = save.packed(0, num_tokens)
-            answer = sidecar.prepare_save(request, timeout_s)
-        save.sent_tokens = num_tokens
-        return answer
+        return sidecar.prepare_save(request, timeout_s)
 
     def _lend(self, save: Save, part: Part, arena: Arena, wanted: deque[SavedFile]) -> list[SavedFile]:
         """Take the first files off `wanted`, in slots; none when the arena has no room for now."""

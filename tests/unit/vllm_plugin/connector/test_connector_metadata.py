@@ -195,4 +195,5 @@ def test_the_files_of_a_save_hold_every_kept_block_once(
         own = [file for file in files if file.group == number]
         first = group.first_needed(num_tokens)
         assert tuple(block for file in own for block in group.blocks_of(file, ids, first)) == ids
-        assert all(len(group.blocks_of(file, ids, first)) == group.num_pages(file) for file in own)
+        assert all(group.blocks_of(file, ids, first) for file in own)
+        assert not group.blocks_of(own[-1], ids[:-1], first)
