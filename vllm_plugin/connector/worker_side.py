@@ -72,8 +72,7 @@ class WorkerSide:
         self._save_pool = TransferPool("saves", threads=settings.save_threads, queue_limit=limit)
         self._upload_pool = TransferPool("uploads", threads=settings.save_threads, queue_limit=limit)
         self._loads: list[tuple[Load, Future[None]]] = []
-        self._hanging: list[Future[None]] = []
-        """Loads given up while their thread was reading; each keeps its thread until the disk lets go."""
+        """Loads until their thread has ended, also those given up meanwhile."""
         self._greeting: Future[None] | None = None
         self._told_lack = False
         self._stopping = threading.Event()
@@ -167,7 +166,7 @@ class WorkerSide:
         obstacle = ""
         if not self._link.is_worth_trying():
             obstacle = "sidecar_unavailable"
-        elif sum(not future.done() for future in self._hanging) >= self._settings.load_threads:
+        elif self._num_hanging() >= self._settings.load_threads:
             # Nothing would carry it out before its deadline.
             obstacle = "disk_hangs"
         elif NULL_BLOCK in load.plan.block_ids:
@@ -198,22 +197,21 @@ class WorkerSide:
         return (ArenaWord(self._link.facts.rank, lacks_arena),)
 
     def _give_up_late(self) -> None:
-        if not self._loads and not self._hanging:
+        """Take blocks back from loads that are late. A thread that writes now ends first."""
+        if not self._loads:
             return
+        assert self._loader is not None, "it began a load"
         now_ms = self._clock.now_ms()
         for load, future in self._loads:
             if now_ms >= load.deadline_ms and not future.done():
-                self._give_up(load, future)
-        self._loads = [entry for entry in self._loads if not (entry[1].done() or entry[0].is_over)]
-        self._hanging = [future for future in self._hanging if not future.done()]
+                future.cancel()
+                self._loader.fail(load, "load_deadline")
+        self._loads = [entry for entry in self._loads if not entry[1].done()]
 
-    def _give_up(self, load: Load, future: Future[None]) -> None:
-        """Take a load's blocks back from a thread that does not end; one that is writing now is let finish."""
-        assert self._loader is not None, "it began a load"
-        was_queued = future.cancel()
-        self._loader.fail(load, "load_deadline")
-        if load.is_over and not was_queued:
-            self._hanging.append(future)
+    def _num_hanging(self) -> int:
+        """Return the loads that are late and over, and keep their threads until the disk lets go."""
+        now_ms = self._clock.now_ms()
+        return sum(load.is_over and now_ms >= load.deadline_ms and not future.done() for load, future in self._loads)
 
     def _greet(self) -> None:
         """Say hello to the sidecar in a thread, unless that is done, going on, or was tried a moment ago."""

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from kv_sidecar.client import new_checksum
-from vllm_plugin.connector.copies.pages import Fence, Landed, LayerShape, PageCopy, PagedLayers, Pages, Spent, split
+from vllm_plugin.connector.copies.pages import Landed, LayerShape, PageCopy, PagedLayers, Pages, Spent, split
 
 Blocks: TypeAlias = npt.NDArray[np.uint8]
 """`[blocks, …page] u8`"""
@@ -26,14 +26,6 @@ class HostLayers(PagedLayers):
         self.shapes = shapes
         self.planes = tuple(tuple(view[0].numel() for view in own) for own in views)
         self._planes = [[view.numpy() for view in own] for own in views]
-
-    @override
-    def fence(self) -> Fence:
-        return None
-
-    @override
-    def reach(self, memory: memoryview, *, owner: object) -> None:
-        return
 
     @override
     def gather(self, copies: Sequence[PageCopy]) -> list[tuple[int, ...]]:

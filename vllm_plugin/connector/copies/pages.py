@@ -114,14 +114,14 @@ class PagedLayers(Protocol):
 
     def fence(self) -> Fence:
         """Mark, in the engine's thread, the point after which blocks named now may be read or overwritten."""
-        ...
+        return None
 
-    def reach(self, memory: memoryview, *, owner: object) -> None:
+    def reach(self, memory: memoryview, *, owner: object) -> None:  # noqa: ARG002  # a CPU reaches all memory
         """Prepare copies to and from this memory at full speed while `owner` lives. Never waits.
 
         A thread that copies pages there holds `owner`. Raises RuntimeError when no thread can be started.
         """
-        ...
+        return
 
     def stored(self, group: int, num_pages: int, num_full: int) -> Stored:  # noqa: ARG002  # plain pages are all alike
         """Return the form of so many pages; the first `num_full` have a token in every slot."""

@@ -46,7 +46,7 @@ class RegisteredMemory:
         self._driver = driver
         self._piece_bytes = piece_bytes
         self._lock = threading.Lock()
-        self._pieces: tuple[tuple[int, int], ...] = ()
+        self._pieces: frozenset[tuple[int, int]] = frozenset()
         """Addresses of the first byte and behind the last. Replaced under the lock, read without."""
 
     def add(self, memory: memoryview, *, owner: object) -> None:
@@ -66,7 +66,7 @@ class RegisteredMemory:
 
     def _attend(self, memory: memoryview, gone: threading.Event) -> None:
         address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-        mine: list[tuple[int, int]] = []
+        mine: set[tuple[int, int]] = set()
         try:
             for start in range(address, address + len(memory), self._piece_bytes):
                 size_bytes = min(self._piece_bytes, address + len(memory) - start)
@@ -76,8 +76,9 @@ class RegisteredMemory:
                 if gone.is_set():
                     return
                 self._driver.register(start, size_bytes)
-                mine.append((start, start + size_bytes))
-                self._replace(add=mine[-1:])
+                mine.add((start, start + size_bytes))
+                with self._lock:
+                    self._pieces |= mine
             log.info("arena registered with the GPU driver", extra={"size_bytes": len(memory)})
         except RuntimeError as exc:
             registered_bytes = sum(end - first for first, end in mine)
@@ -85,21 +86,16 @@ class RegisteredMemory:
             log.warning("arena not registered with the GPU driver, KV is staged", extra=fields)
         finally:
             gone.wait()
-            self._replace(remove=mine)
+            with self._lock:
+                self._pieces -= mine
             self._unregister(mine)
 
-    def _unregister(self, pieces: list[tuple[int, int]]) -> None:
+    def _unregister(self, pieces: set[tuple[int, int]]) -> None:
         try:
-            for first, _ in pieces:
+            for first, _ in sorted(pieces):
                 self._driver.unregister(first)
         except RuntimeError:
             log.warning("arena not unregistered", exc_info=True)
-
-    def _replace(
-        self, *, add: list[tuple[int, int]] | None = None, remove: list[tuple[int, int]] | None = None
-    ) -> None:
-        with self._lock:
-            self._pieces = tuple(piece for piece in self._pieces if piece not in (remove or ())) + tuple(add or ())
 
 
 def _is_resident(address: int, size_bytes: int) -> bool:

@@ -94,10 +94,11 @@ class LoadedAdapters:
                 del self._loads[next(iter(self._loads))]
             self._loads[adapter_id] = load = _Load(name, weakref.ref(adapter))
             self._news.add(adapter_id)
-            if request.load_inplace or (name not in self._contents and len(self._contents) >= _MOST_NAMES):
-                # In place: as vLLM keeps it, each step reads the files again.
-                self._spoil(CHANGED if request.load_inplace else UNKNOWN, name)
-            if self._contents.get(name) in (UNKNOWN, CHANGED):
+            if request.load_inplace:
+                # As vLLM keeps it, each step reads the files again.
+                self._spoil(CHANGED, name)
+            is_full = name not in self._contents and len(self._contents) >= _MOST_NAMES
+            if is_full or self._contents.get(name) in (UNKNOWN, CHANGED):
                 return
             self._num_reading[name] += 1
         if self._pool.try_submit(functools.partial(self._read, adapter_id, load, adapter)) is None:

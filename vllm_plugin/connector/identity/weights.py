@@ -71,6 +71,8 @@ _READS_PER_TASK = 128
 
 _Read: TypeAlias = tuple[int, int]
 """Offset and length in a file, in bytes."""
+_Tensor: TypeAlias = tuple[str, int, int]
+"""Stretch of a file that pieces are taken of: name, offset and length in bytes."""
 
 
 class UnreadableWeights(Exception):  # a finding that the caller turns into "not known"
@@ -88,15 +90,6 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A stretch of a file that pieces are taken of."""
-
-    name: str
-    offset: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class _File:
     path: Path
     name: str
@@ -110,12 +103,12 @@ class _File:
         """Yield the reads beside the header, `pieces_per_tensor` of each tensor at most."""
         if self.tensors:
             for tensor in self.tensors:
-                yield from _pieces(tensor, min(pieces_per_tensor, PIECES_PER_TENSOR))
+                yield from _pieces(*tensor, min(pieces_per_tensor, PIECES_PER_TENSOR))
             return
         ends = min(_OPAQUE_ENDS_BYTES, self.size_bytes)
         yield 0, ends
         yield self.size_bytes - ends, ends
-        yield from _pieces(_Tensor(self.name, 0, self.size_bytes), _OPAQUE_PIECES)
+        yield from _pieces(self.name, 0, self.size_bytes, _OPAQUE_PIECES)
 
 
 def weights_identity(vllm_config: Any) -> str | None:
@@ -151,7 +144,8 @@ def _identity(model: Any, load: Any, ends_at_s: float) -> str | None:
 def _files(path: Path, load: Any, ends_at_s: float) -> str | None:
     started_s = time.monotonic()
     try:
-        found = sample(path, ignored=_ignored(load), ends_at_s=ends_at_s)
+        patterns = getattr(load, "ignore_patterns", None) or ()
+        found = sample(path, ignored=[patterns] if isinstance(patterns, str) else patterns, ends_at_s=ends_at_s)
     except (UnreadableWeights, OSError) as exc:
         log.warning("weights not sampled", extra={"reason": str(exc)})
         return None
@@ -159,11 +153,6 @@ def _files(path: Path, load: Any, ends_at_s: float) -> str | None:
     facts = {"num_files": found.num_files, "size_bytes": found.size_bytes, "duration_ms": took_ms}
     log.info("weights sampled", extra=facts)
     return f"files:{found.sha256}"
-
-
-def _ignored(load: Any) -> Sequence[str]:
-    patterns = getattr(load, "ignore_patterns", None) or ()
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def _hub_commit(model: Any, load: Any) -> str | None:
@@ -244,19 +233,19 @@ def _tensors(header: bytes, size_bytes: int) -> tuple[_Tensor, ...]:
         return ()
     if not all(0 <= start <= end <= size_bytes - first for _, start, end in spans):
         return ()
-    return tuple(_Tensor(name, first + start, end - start) for name, start, end in spans if end > start)
+    return tuple((name, first + start, end - start) for name, start, end in spans if end > start)
 
 
-def _pieces(tensor: _Tensor, count: int) -> Iterator[_Read]:
-    """Yield one piece in each of `count` equal parts, or the whole of a small tensor."""
-    if tensor.size_bytes <= count * PIECE_BYTES:
-        yield tensor.offset, tensor.size_bytes
+def _pieces(name: str, first: int, size_bytes: int, count: int) -> Iterator[_Read]:
+    """Yield one piece in each of `count` equal parts of a tensor, or the whole of a small one."""
+    if size_bytes <= count * PIECE_BYTES:
+        yield first, size_bytes
         return
-    places = hashlib.shake_256(f"{tensor.name}/{tensor.size_bytes}".encode()).digest(8 * count)
+    places = hashlib.shake_256(f"{name}/{size_bytes}".encode()).digest(8 * count)
     for index in range(count):
-        start, end = (tensor.size_bytes * edge // count for edge in (index, index + 1))
+        start, end = (size_bytes * edge // count for edge in (index, index + 1))
         room = end - start - PIECE_BYTES + 1
-        yield tensor.offset + start + int.from_bytes(places[8 * index : 8 * index + 8], "little") % room, PIECE_BYTES
+        yield first + start + int.from_bytes(places[8 * index : 8 * index + 8], "little") % room, PIECE_BYTES
 
 
 def _tasks(file: _File, pieces_per_tensor: int) -> Iterator[list[_Read]]:

@@ -16,6 +16,7 @@ from contextcache.clock import ManualClock
 from tests.kit.scheduler_loop import ToyAdapter
 from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
+from vllm_plugin.connector.identity import adapters
 from vllm_plugin.connector.identity.adapters import AdapterWord, KnownAdapters, LoadedAdapters, content_digest
 from vllm_plugin.connector.metadata import Adapter
 
@@ -136,6 +137,20 @@ def test_an_adapter_that_no_thread_had_time_for_is_read_when_it_is_used_again(
     loaded.seen(request(), held)
 
     assert wait_until(lambda: word_of(loaded), is_so=lambda word: bool(word.digest), what="it is read")
+
+
+def test_names_beyond_those_that_are_remembered_are_left_alone(
+    loaded: LoadedAdapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing: each was read and remembered."""
+    monkeypatch.setattr(adapters, "_MOST_NAMES", 1)
+    held = [adapter(adapter_id=number) for number in (1, 2)]
+    loaded.seen(request("a"), held[0])
+    assert word_of(loaded).digest
+    loaded.seen(request("b", 2), held[1])
+
+    assert word_of(loaded, 2).reason == "adapter_unknown"
+    assert list(loaded._contents) == ["a"]
 
 
 def test_an_adapter_is_known_when_all_ranks_say_the_same() -> None:
