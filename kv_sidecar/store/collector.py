@@ -30,7 +30,7 @@ from kv_sidecar.store.writer import SharedTier
 
 _LISTS = ".hot"
 """Directory of lists that pods of release 0.1.0 write for the start of others: hints, which no pod reads any more."""
-COLLECTOR = "collector"
+COLLECTOR = ".collector"
 """Object whose age is the time since the last pass. It holds the bytes that the pass left, by tenant."""
 UPPER_MARK, LOWER_MARK = 0.95, 0.9
 """Shares of a limit: eviction begins above the first and ends at the second."""

@@ -16,7 +16,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
 from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST
 from kv_sidecar.store import stored_kv, writer
-from kv_sidecar.store.collector import LOWER_MARK, UPPER_MARK, CollectorLimits, Shelf, evictions
+from kv_sidecar.store.collector import COLLECTOR, LOWER_MARK, UPPER_MARK, CollectorLimits, Shelf, evictions
 from kv_sidecar.store.stored_kv import StoredSession
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.until import until
@@ -239,3 +239,13 @@ async def test_the_collector_forgets_manifests_of_a_tenant_that_has_left_the_sto
         clock.advance(s=10)
         await kv.sidecar.collect_shared()
         assert not collector._seen
+
+
+async def test_a_tenant_may_be_named_like_the_collectors_object(pod, clock):
+    """Seen failing: in a mounted directory one of both was in the place of the other, and nothing was collected."""
+    async with pod("a") as kv:
+        new = await kv.save(tuple(range(10)), tenant=COLLECTOR.lstrip("."))
+        await written(kv)
+        clock.advance(s=10)
+        await kv.sidecar.collect_shared()
+        assert kv.sidecar._shared_collector.bytes_by_tenant.keys() == {new.tenant}
