@@ -163,7 +163,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     @override
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         counts = self._side.counters.take_fresh()
-        return ConnectorStats.from_counts(counts) if counts else None
+        return ConnectorStats(data=counts) if counts else None
 
     @classmethod
     @override

@@ -27,12 +27,12 @@ from vllm_plugin.connector.identity.fingerprint import EngineIdentity
 from vllm_plugin.connector.loads.load_estimate import LoadEstimate
 from vllm_plugin.connector.loads.lookup import Lookup, Lookups, Match, PendingSaves
 from vllm_plugin.connector.metadata import Adapter, ArenaWord, LoadPlan, RankFacts, SavePlan, load_pieces
-from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saves.running import RunningSaves, kept_blocks, save_plan, started_at_ms
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Connect
 from vllm_plugin.connector.spin import IdleEngine, is_alone
 from vllm_plugin.connector.telemetry import Counters, connector_tracer
+from vllm_plugin.connector.transfer import Reporter
 
 log = logging.getLogger(__name__)
 

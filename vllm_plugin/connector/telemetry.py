@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter as CountOf
-from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Counter
@@ -20,27 +19,33 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import Tracer, open_tracer
 from vllm_plugin.connector.settings import ConnectorSettings
 
+_SEPARATOR = "/"
+BYTES = "loaded_bytes"
+"""The one count that is not of events."""
+
 
 class Counters:
-    """Thread-safe counts by (name, reason)."""
+    """Thread-safe counts by `event` or `event/reason`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._total: CountOf[tuple[str, str]] = CountOf()
-        self._fresh: CountOf[tuple[str, str]] = CountOf()
+        self._total: CountOf[str] = CountOf()
+        self._fresh: CountOf[str] = CountOf()
 
     def add(self, name: str, reason: str = "", amount: int = 1) -> None:
         """Count `amount` more of `name`, for `reason` when there is one."""
+        key = f"{name}{_SEPARATOR}{reason}" if reason else name
         with self._lock:
-            self._total[name, reason] += amount
-            self._fresh[name, reason] += amount
+            self._total[key] += amount
+            self._fresh[key] += amount
 
     def get(self, name: str, reason: str | None = None) -> int:
         """Return the count since the start, of one reason or of all."""
         with self._lock:
-            return sum(count for (key, why), count in self._total.items() if key == name and reason in (None, why))
+            keys = [key.partition(_SEPARATOR) for key in self._total]
+            return sum(self._total["".join(key)] for key in keys if key[0] == name and reason in (None, key[2]))
 
-    def take_fresh(self) -> dict[tuple[str, str], int]:
+    def take_fresh(self) -> dict[str, int]:
         """Return the counts since the last call."""
         with self._lock:
             fresh, self._fresh = self._fresh, CountOf()
@@ -57,11 +62,6 @@ def connector_tracer(settings: ConnectorSettings, counters: Counters) -> Tracer:
     )
 
 
-_SEPARATOR = "/"
-BYTES = "loaded_bytes"
-"""The one count that is not of events."""
-
-
 _SOURCES = {
     pb.TIER_HOST: CacheHitSource.HOST,
     pb.TIER_DISK: CacheHitSource.DISK,
@@ -75,12 +75,7 @@ def hit_source(tier: pb.Tier.ValueType) -> Any:
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not followed by mypy
-    """`data` maps `event` or `event/reason` to how often it happened since the last stats."""
-
-    @classmethod
-    def from_counts(cls, counts: Mapping[tuple[str, str], int]) -> ConnectorStats:
-        """Return the stats of counts from `Counters.take_fresh`."""
-        return cls(data={_SEPARATOR.join(filter(None, key)): count for key, count in counts.items()})
+    """`data` are counts from `Counters.take_fresh`."""
 
     @override
     def reset(self) -> None:
@@ -88,9 +83,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not fol
 
     @override
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
-        counts: CountOf[str] = CountOf(self.data)
-        counts.update(other.data)
-        return ConnectorStats(data=dict(counts))
+        return ConnectorStats(data=dict(CountOf(self.data) + CountOf(other.data)))
 
     @override
     def reduce(self) -> dict[str, int | float]:

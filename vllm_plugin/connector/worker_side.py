@@ -27,12 +27,11 @@ from vllm_plugin.connector.identity.fingerprint import canonical_json, engine_fa
 from vllm_plugin.connector.identity.weights import weights_identity
 from vllm_plugin.connector.loads.loading import Load, Loader
 from vllm_plugin.connector.metadata import ArenaWord, LoadPlan, RankFacts, SavePlan
-from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saves.saving import Saver
 from vllm_plugin.connector.settings import CODEC_NONE, WEIGHTS_UNNAMED, ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, Connect, OpenArena, RankLink
 from vllm_plugin.connector.telemetry import Counters, connector_tracer
-from vllm_plugin.connector.transfer import ResultBox, Results, TransferPool
+from vllm_plugin.connector.transfer import Reporter, ResultBox, Results, TransferPool
 
 log = logging.getLogger(__name__)
 

@@ -34,11 +34,10 @@ from contextcache.wire.tracing import NO_TRACER, Tracer, fail
 from kv_sidecar.client import check_head, parse_block_file
 from vllm_plugin.connector.copies.pages import Fence, Landed, PageCopy, PagedLayers, Proof, Spent
 from vllm_plugin.connector.metadata import LoadPlan, Piece
-from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, RankLink, Terms
 from vllm_plugin.connector.telemetry import Counters
-from vllm_plugin.connector.transfer import ResultBox
+from vllm_plugin.connector.transfer import Reporter, ResultBox
 from vllm_plugin.crash_points import BEFORE_LOAD, BETWEEN_LOADED_BLOCKS
 
 log = logging.getLogger(__name__)

@@ -42,11 +42,10 @@ from kv_sidecar.client import BlockFileWriter, context_files, file_meta, next_fi
 from vllm_plugin.connector.copies.codec import NotFinite
 from vllm_plugin.connector.copies.pages import Fence, PageCopy, PagedLayers
 from vllm_plugin.connector.metadata import SavePlan
-from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, RankLink, Terms
 from vllm_plugin.connector.telemetry import Counters
-from vllm_plugin.connector.transfer import ResultBox, TransferPool
+from vllm_plugin.connector.transfer import Reporter, ResultBox, TransferPool
 from vllm_plugin.crash_points import AFTER_SEAL, BEFORE_HAND_OVER, BEFORE_SEAL, BETWEEN_HANDED_BLOCKS, COPIED_OUT
 
 log = logging.getLogger(__name__)

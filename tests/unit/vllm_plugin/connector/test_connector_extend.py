@@ -21,13 +21,12 @@ from tests.unit.vllm_plugin.connector.conftest import EXPIRES_AT_MS, cache_ref
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from vllm_plugin.connector.copies.pages import LayerShape, PagedLayers
 from vllm_plugin.connector.metadata import EngineGroup, RankFacts, SavePlan
-from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saves.running import RunningSaves
 from vllm_plugin.connector.saves.saving import PHASES, SavePhase, Saver
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import RankLink
 from vllm_plugin.connector.telemetry import Counters
-from vllm_plugin.connector.transfer import ResultBox, TransferPool
+from vllm_plugin.connector.transfer import Reporter, ResultBox, TransferPool
 
 NUM_TOKENS, STEP_TOKENS, BLOCK_TOKENS, FILE_TOKENS = 131_072, 2_048, 16, 256
 A = cache_ref(1)

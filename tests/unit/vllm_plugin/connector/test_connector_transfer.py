@@ -255,9 +255,9 @@ def test_counts_become_prometheus_counters() -> None:
     counters = Counters()
     counters.add("skipped_saves", "storage_full", 2)
     counters.add("loaded_bytes", amount=4096)
-    first = ConnectorStats.from_counts(counters.take_fresh())
+    first = ConnectorStats(data=counters.take_fresh())
     counters.add("skipped_saves", "storage_full")
-    stats = first.aggregate(ConnectorStats.from_counts(counters.take_fresh()))
+    stats = first.aggregate(ConnectorStats(data=counters.take_fresh()))
     registry = CollectorRegistry()
 
     def counter(**fields: object) -> Counter:
