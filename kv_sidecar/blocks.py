@@ -164,8 +164,8 @@ class Blocks:
         self._memory = memory
         self._limit_bytes, self._tenant_limit_bytes = limit_bytes, tenant_limit_bytes
         self._blocks: dict[BlockKey, Block] = {}
-        self._spared: OrderedDict[tuple[TenantId, SessionId], dict[BlockKey, None]] = OrderedDict()
-        """Spared blocks by session, at most `SPARED_MAX`, the session of the oldest first."""
+        self._spared: OrderedDict[tuple[TenantId, SessionId], tuple[int, dict[BlockKey, None]]] = OrderedDict()
+        """End of the time (Unix time in ms) and spared blocks by session, at most `SPARED_MAX`, the oldest first."""
         self._num_stored = self._stored_bytes = self._reserved_bytes = 0
         self._used: Counter[TenantId] = Counter()
         """Bytes on disk and bytes reserved, by tenant."""
@@ -224,21 +224,29 @@ class Blocks:
 
         The session of the oldest loses its sparing to the session after `SPARED_MAX`.
         """
+        _, spared = self._spared.pop(whose, (0, {}))
         for key in keys:
             block = self.get(key)
             if key.kind == "block" and block.is_stored:
                 block.spared_until_ms = until_ms
-                self._spared.setdefault(whose, {})[key] = None
-                self._spared.move_to_end(whose)
+                spared[key] = None
+        if spared:
+            self._spared[whose] = until_ms, spared
         if len(self._spared) > SPARED_MAX:
             self.unspare(next(iter(self._spared)))
 
     def unspare(self, whose: tuple[TenantId, SessionId]) -> list[BlockKey]:
         """End the sparing of a session's blocks and return them: the caller frees them."""
-        keys = [key for key in self._spared.pop(whose, ()) if key in self._blocks]
+        _, spared = self._spared.pop(whose, (0, {}))
+        keys = [key for key in spared if key in self._blocks]
         for key in keys:
             self._blocks[key].spared_until_ms = 0
         return keys
+
+    def forget_spared(self, now_ms: int) -> None:
+        """Forget the names of blocks whose time is over: another session may spare them anew."""
+        while self._spared and next(iter(self._spared.values()))[0] <= now_ms:
+            self._spared.popitem(last=False)
 
     def garbage(self, now_ms: int) -> list[BlockKey]:
         """Return all blocks that may be freed. Looks at every record; safe in any thread."""

@@ -495,6 +495,7 @@ class ContextCatalog:
         now_ms = self._runtime.clock.now_ms()
         expired = [record for record in self.manifests if record.expires_at_ms <= now_ms]
         records, freed = await self.retention.sweep(expired, self._runtime.metrics.collected)
+        self._blocks.forget_spared(now_ms)
         freed += await self.tiers.free(await self._runtime.threads.run(self._blocks.garbage, now_ms))
         # Last: a full disk takes nothing, and the steps above free it.
         await self.retention.prolong_used()

@@ -28,7 +28,7 @@ from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, block_key, rank_keys
 from kv_sidecar.refs import Refs
 from kv_sidecar.retention import Removed
-from kv_sidecar.saves import FailedSave, NewSave
+from kv_sidecar.saves import HOLD_DEADLINE, FailedSave, NewSave
 from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
 from kv_sidecar.tiers import tiers
 from kv_sidecar.tiers.disk import Disk
@@ -361,6 +361,22 @@ async def test_a_spoilt_block_is_put_aside_and_its_contexts_are_missed(
         assert (await kv.send_all(again)).missing_files == (0, 1, 2)
         await kv.catalog.seal(again.cache_ref, 0)
         assert await kv.load(again)
+
+
+async def test_the_names_of_spared_blocks_are_forgotten_with_their_time(tmp_path: Path, clock: ManualClock) -> None:
+    """Seen failing: they stayed, and the delete of their session ended what another session had spared since."""
+    async with SidecarUnderTest(tmp_path, clock=clock, spare_ms=1_000) as kv:
+        for session_id in ("ctx_1", "ctx_2"):
+            new = new_save(PROMPT, now_ms=clock.now_ms(), session_id=session_id)
+            await kv.send_all(new)
+            await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, HOLD_DEADLINE))
+            await kv.catalog.collect()
+            clock.advance(ms=999 if session_id == "ctx_2" else 1_000)
+        await kv.catalog.collect()
+        await kv.catalog.delete(TENANT, "ctx_1", [])
+
+        assert len(kv.block_files()) == 2
+        assert [session_id for _, session_id in kv.blocks._spared] == ["ctx_2"]
 
 
 async def test_spared_blocks_are_collected_after_their_time(tmp_path: Path, clock: ManualClock) -> None:
