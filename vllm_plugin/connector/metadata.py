@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -141,11 +140,6 @@ class LoadPlan:
     """Adapter of the KV; the fingerprint has it too."""
     compute_us_per_token: float = 0.0
     """Time to compute a token, for the report; 0: unknown."""
-
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        """Engine blocks to fill."""
-        return tuple(chain.from_iterable(piece.block_ids for piece in self.pieces))
 
     def meta(self, piece: Piece, rank: int) -> BlockMeta:
         """Return what a file must say of itself."""

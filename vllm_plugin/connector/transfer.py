@@ -104,16 +104,12 @@ class TransferPool:
         if not future.cancelled() and (error := future.exception()) is not None:
             log.error("transfer thread failed", exc_info=error)
 
-    @property
-    def has_work(self) -> bool:
-        """Whether anything waits or runs."""
-        return bool(self._live)
-
-    def drain(self, timeout_s: float) -> None:
-        """Wait until everything there is now has ended, for `timeout_s` at most."""
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything there is now has ended, for `timeout_s` at most; return whether there was anything."""
         with self._lock:
             live = list(self._live)
         wait(live, timeout_s)
+        return bool(live)
 
     def close(self, timeout_s: float) -> bool:
         """Drop what waits, and return whether everything running has ended within `timeout_s`."""

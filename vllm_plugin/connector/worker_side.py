@@ -168,7 +168,7 @@ class WorkerSide:
         elif self._num_hanging() >= self._settings.load_threads:
             # Nothing would carry it out before its deadline.
             obstacle = "disk_hangs"
-        elif NULL_BLOCK in load.plan.block_ids:
+        elif any(NULL_BLOCK in piece.block_ids for piece in load.plan.pieces):
             obstacle = "null_block"
         elif load.plan.adapter is not None and not self.adapters.is_loaded(load.plan.adapter):
             obstacle = CHANGED

@@ -143,11 +143,6 @@ class Save:
     deadline_ms: int = _NO_DEADLINE_MS
     """Deadline for copying out, on the worker's monotonic clock."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all parts."""
-        return len(self.token_ids) // _TOKEN_BYTES
-
     def packed(self, first: int, end: int) -> bytes:
         """Return the packed tokens of a stretch."""
         return self.token_ids[_TOKEN_BYTES * first : _TOKEN_BYTES * end]
@@ -185,7 +180,7 @@ class Saver:
         save = self._saves.get(plan.cache_ref)
         if save is None or save.phase is SavePhase.ENDED:
             save = self._saves[plan.cache_ref] = Save(plan)
-        if plan.first_token != save.num_tokens:
+        if _TOKEN_BYTES * plan.first_token != len(save.token_ids):
             save, obstacle = Save(plan), "twice"
         # A thread that copies an earlier part may read them already: blocks first.
         save.block_ids = ((*save.block_ids[0], *plan.block_ids[0]),) if plan.early else plan.block_ids
@@ -214,8 +209,6 @@ class Saver:
 
     def end_late(self) -> None:
         """End saves whose blocks may not be held any longer, and forget those that have ended."""
-        if not self._saves:
-            return
         now_ms = self.clock.now_ms()
         for save in self._saves.values():
             if now_ms >= save.deadline_ms and (phase := save.phase) in _UNCOPIED:
@@ -250,26 +243,27 @@ class Saver:
         # Work begins the next piece of its save before it ends: an early part the copying of the last one, and that its
         # hand-over. In this order no piece is overlooked.
         pools = (self.uploads, self.copying, self.uploads)
-        while any(pool.has_work for pool in pools) and time.monotonic() < ends_at_s:
-            for pool in pools:
-                pool.drain(max(ends_at_s - time.monotonic(), 0))
+        while (left_s := ends_at_s - time.monotonic()) > 0 and any(pool.drain(left_s) for pool in pools):
+            pass
 
     def close(self) -> None:
         """End the copying threads, once their copies have ended, and forget all saves."""
         self._copiers.shutdown(wait=False)
         self._saves.clear()
 
-    def _queue(self, save: Save, part: Part) -> None:
-        pool = self.uploads if part.plan.early else self.copying
-        if pool.try_submit(lambda: self._run(save)) is None:
+    def _submit(self, pool: TransferPool, save: Save, part: Part, work: Callable[[Save, Part], None]) -> None:
+        if pool.try_submit(lambda: work(save, part)) is None:
             self._end_part(save, part, "queue_full")
 
-    def _run(self, save: Save) -> None:
-        """Copy one part out, and have its files handed over. Raises nothing."""
+    def _queue(self, save: Save, part: Part) -> None:
+        self._submit(self.uploads if part.plan.early else self.copying, save, part, self._run)
+
+    def _run(self, save: Save, part: Part) -> None:
+        """Copy a part out, and have its files handed over. Raises nothing."""
         with save.lock:
-            if save.part is None or not save.move("copy"):
+            if save.part is not part or not save.move("copy"):
                 return
-            part, save.part = save.part, None
+            save.part = None
         plan = part.plan
         fault = self._fault_of(_COPY_OUT, save, part, self._copy_out)
         with save.lock:
@@ -286,17 +280,13 @@ class Saver:
             crash_point(COPIED_OUT)
         if plan.holds_blocks:
             self.results.release_blocks(plan.engine_request_id)
-        self._upload(save, part)
+        self._submit(self.uploads, save, part, self._upload)
 
     def _upload(self, save: Save, part: Part) -> None:
-        """Queue the next call that hands files over; saves take turns."""
-        if self.uploads.try_submit(lambda: self._upload_next(save, part)) is None:
-            self._end_part(save, part, "queue_full")
-
-    def _upload_next(self, save: Save, part: Part) -> None:
+        """Hand files over, and queue the next such call, so that saves take turns."""
         fault = self._fault_of(_HAND_OVER, save, part, self._hand_over)
         if part.staged and not fault:
-            self._upload(save, part)
+            self._submit(self.uploads, save, part, self._upload)
         else:
             self._end_part(save, part, fault)
 
@@ -304,7 +294,7 @@ class Saver:
         """End a part, and with the last one its save. An early part leaves its files to the last one."""
         self._give_back(part)
         if not part.plan.early:
-            fault = fault or self._fault_of(_SEAL, save, part, self._seal)
+            fault = fault or save.reason or self._fault_of(_SEAL, save, part, self._seal)
             self.end(save, fault, is_durable=part.is_durable)
         elif save.plan is not part.plan or save.phase is not SavePhase.ENDED:
             self.counters.add(*(("lost_early_saves", fault) if fault else ("early_saves",)))
