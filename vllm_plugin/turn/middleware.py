@@ -263,7 +263,7 @@ class TurnMiddleware:
         if named is not None and body.get("session_id") not in (None, named):
             # The gateway may have signed by the head alone, without reading the name in the body.
             raise InvalidRequest("the body and the X-Session-ID header name different contexts", param="session_id")
-        request, session_id = client.dialect.turn(path, body, headers, raw, named), named
+        request, session_id = client.dialect.turn(client, body, raw, named), named
         if IDEMPOTENCY_HEADER in headers:
             told = (path, named or "", headers.get("if-match", ""), headers.get("x-usage-format", ""))
             said = read_repeatable(headers[IDEMPOTENCY_HEADER], (*(text.encode() for text in told), raw))
@@ -304,14 +304,11 @@ class TurnMiddleware:
 
     async def _pass_plain(self, client: Client, raw: bytes) -> None:
         """Let a request without a context through, with an order to keep its KV if its key asks for that."""
-        claims = None
         if client.identity.kept and self._kept is not None:
             claims = await self._large_bodies.read(partial(read_claims, path=client.path), raw)
-        if claims is None or self._kept is None:
-            await self._pass(client, raw)
-            return
-        body, client.send = self._kept.begin(client.path, client.identity, claims, client.send)
-        await self._pass(client, body)
+            if claims is not None:
+                raw, client.send = self._kept.begin(client.path, client.identity, claims, client.send)
+        await self._pass(client, raw)
 
     async def _pass(self, client: Client, body: bytes) -> None:
         """Give the engine the request with its whole body."""
@@ -324,7 +321,27 @@ class TurnMiddleware:
             await self._app({**client.scope, "headers": headers}, receive, client.send)
 
     async def _body_of(self, client: Client, held: TakeBytes | None) -> bytes:
-        return await read_body(client.receive, limit_bytes=self._settings.max_body_bytes, held=held)
+        """Return the whole request body, counted in `held`.
+
+        Raises BodyTooLarge, TooManyInFlight, InvalidRequest when the client left before its end.
+        """
+        body, limit_bytes = bytearray(), self._settings.max_body_bytes
+        while True:
+            try:
+                async with asyncio.timeout(_BODY_IDLE_S):
+                    message = await client.receive()
+            except TimeoutError as exc:
+                raise InvalidRequest(f"no byte of the body arrived for {_BODY_IDLE_S:.0f} s") from exc
+            if message["type"] == "http.disconnect":
+                raise InvalidRequest("the client closed the connection before its body was complete")
+            chunk = message.get("body", b"")
+            if len(body) + len(chunk) > limit_bytes:
+                raise BodyTooLarge(f"the body is over {limit_bytes} bytes")
+            if held is not None:
+                held(len(chunk))
+            body += chunk
+            if not message.get("more_body", False):
+                return bytes(body)
 
     async def _refuse(self, error: ContextCacheError, answering: KeepAlive) -> None:
         self._story.metrics.refused_requests.labels(code=error.code).inc()
@@ -341,27 +358,3 @@ def _asks_for_stream(raw: bytes) -> bool:
         return read_object(raw).get("stream") is True
     except InvalidRequest:
         return False  # the engine refuses it with the reason
-
-
-async def read_body(receive: Receive, *, limit_bytes: int, held: TakeBytes | None = None) -> bytes:
-    """Return the whole request body, counted in `held`.
-
-    Raises BodyTooLarge, TooManyInFlight, InvalidRequest when the client left before its end.
-    """
-    body = bytearray()
-    while True:
-        try:
-            async with asyncio.timeout(_BODY_IDLE_S):
-                message = await receive()
-        except TimeoutError as exc:
-            raise InvalidRequest(f"no byte of the body arrived for {_BODY_IDLE_S:.0f} s") from exc
-        if message["type"] == "http.disconnect":
-            raise InvalidRequest("the client closed the connection before its body was complete")
-        chunk = message.get("body", b"")
-        if len(body) + len(chunk) > limit_bytes:
-            raise BodyTooLarge(f"the body is over {limit_bytes} bytes")
-        if held is not None:
-            held(len(chunk))
-        body += chunk
-        if not message.get("more_body", False):
-            return bytes(body)

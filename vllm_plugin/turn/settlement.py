@@ -76,26 +76,24 @@ class Settlement:
         result = answer.result
         with within(turn.trace):
             await self._take_load(turn, result.kv_transfer, is_whole=result.cached_tokens > 0)
-            outcome = await self._commit(turn, answer)
-        usage = _usage(turn, result.cached_tokens, result.completion_tokens)
+            usage = _usage(turn, result.cached_tokens, result.completion_tokens)
+            outcome = await self._commit(turn, answer, usage)
         if turn.phase in (Phase.READ_ONLY, Phase.REFUSED):
             self.background.start(self._count(turn, usage))
         self.metrics.count_turn(usage, created=turn.is_create, first_token_s=turn.first_token_s)
         _describe(get_current_span(turn.trace), usage, outcome)
         return _end(turn, answer, usage, outcome)
 
-    async def _commit(self, turn: Turn, answer: JsonAnswer | SseAnswer) -> CommitOutcome:
-        session, prompt, result = turn.session, turn.prompt, answer.result
-        assert prompt is not None
+    async def _commit(self, turn: Turn, answer: JsonAnswer | SseAnswer, usage: TurnUsage) -> CommitOutcome:
+        session, prompt = turn.session, turn.prompt
         outcome = CommitOutcome(False, session.generation, session.expires_at_ms, "read_only")
         if turn.save_ref is None:
             turn.advance("nothing to commit")
             return outcome
         try:
-            segment = await self._answer_segment(turn, result)
+            segment = await self._answer_segment(turn, answer.result)
             if turn.is_create:
                 await self._wait_sealed(turn)
-            usage = _usage(turn, result.cached_tokens, result.completion_tokens)
             commit = TurnCommit(
                 tenant=session.tenant,
                 session_id=session.session_id,
@@ -248,7 +246,6 @@ class Settlement:
 
 
 def _usage(turn: Turn, engine_cached_tokens: int, completion_tokens: int) -> TurnUsage:
-    assert turn.prompt is not None
     num_tokens, num_known = len(turn.prompt.token_ids), turn.prompt.context_tokens
     return TurnUsage(num_tokens, num_known, engine_cached_tokens, completion_tokens, turn.loaded)
 

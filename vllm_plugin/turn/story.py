@@ -211,7 +211,6 @@ class TurnStory:
 
     async def _run(self, turn: Turn) -> None:
         """Let the engine answer and deliver it, settling the turn before the last byte."""
-        assert turn.prompt is not None
         turn.advance("prompt composed")
         given, window = len(turn.prompt.token_ids), turn.client.engine.max_model_len
         if not given:
@@ -274,7 +273,6 @@ class TurnStory:
 
     def _engine_body(self, turn: Turn) -> dict[str, Any]:
         """Return vLLM's body: the client's own fields, our prompt, and the connector's orders."""
-        assert turn.prompt is not None
         request = turn.request
         kv_transfer, salt = self._kv_order(turn)
         body: dict[str, Any] = {
@@ -297,9 +295,14 @@ class TurnStory:
         return body
 
     def _kv_order(self, turn: Turn) -> tuple[dict[str, Any], str]:
-        """Return the connector's order and the salt."""
-        assert turn.prompt is not None
+        """Return the connector's order and the salt.
+
+        A turn that commits nothing and begins with the whole context has its KV saved under the session's name, should
+        the sidecar have lost it: without a commit there is no new name, and every later turn would compute it.
+        """
         session = turn.session
+        begins_with_all = turn.prompt.context_tokens == session.num_tokens
+        saves_again = session.cache_ref and turn.save_ref is None and begins_with_all
         order = KVTransfer(
             tenant=session.tenant,
             session_id=session.session_id,
@@ -307,7 +310,7 @@ class TurnStory:
             load=session.cache_refs,
             save=turn.save_ref,
             expires_at_ms=session.expires_at_ms,
-            save_again_tokens=_save_again_tokens(turn),
+            save_again_tokens=session.num_tokens if saves_again else 0,
             traceparent=kept_traceparent(),
             beginning=turn.client.identity.beginning,
             prefix_at=turn.client.identity.prefix_at,
@@ -358,15 +361,3 @@ class TurnStory:
             except ContextCacheError as exc:
                 # The answer goes on; the commit decides about a lost lease.
                 log.warning("lease not renewed", extra={"session_id": turn.session.session_id, "reason": exc.code})
-
-
-def _save_again_tokens(turn: Turn) -> int:
-    """Return how many tokens of the prompt are the context, when a turn that commits nothing begins with all of it.
-
-    Should the sidecar have lost them, they are saved under the name the session has for them: without a commit there
-    is no new one, and every later turn would compute them.
-    """
-    assert turn.prompt is not None
-    session = turn.session
-    begins_with_all = turn.prompt.context_tokens == session.num_tokens
-    return session.num_tokens if session.cache_ref and turn.save_ref is None and begins_with_all else 0

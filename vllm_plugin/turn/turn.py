@@ -99,7 +99,8 @@ class Turn:
     """Name of the load report. Its random part keeps a client from naming another's."""
     recording: Recording | None = None
     """Record of the answer, for a request that may come again."""
-    prompt: ComposedPrompt | None = None
+    prompt: ComposedPrompt = field(init=False)
+    """Set once it is composed."""
     loaded: LoadedKV | None = None
     no_kv: str = ""
     """Reason why no KV could be reused, or, after a create, why none is durable yet."""
@@ -125,7 +126,7 @@ class Turn:
     @property
     def match(self) -> str:
         """How the prompt stood to the transcript: append, exact, extend, diverge; empty for a create."""
-        return "" if self.is_create or self.prompt is None else self.prompt.outcome.value
+        return "" if self.is_create else self.prompt.outcome.value
 
     def advance(self, event: str) -> None:
         """Change the phase."""

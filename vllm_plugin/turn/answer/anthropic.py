@@ -26,7 +26,7 @@ from vllm_plugin.turn.answer.events import Event, EventSplitter
 from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_turn
 from vllm_plugin.turn.refusals import by_vllm, engine_error
-from vllm_plugin.turn.turn import Turn
+from vllm_plugin.turn.turn import Client, Turn
 
 _CONVERTERS = ("to_chat_completion_request", "messages_full_converter", "message_stream_converter")
 _MERGE = "_merge_inline_system"
@@ -59,12 +59,10 @@ class Anthropic(Dialect):
         return cls(serving, told)
 
     @override
-    def turn(
-        self, path: str, body: dict[str, Any], headers: Mapping[str, str], raw: bytes, named: SessionId | None
-    ) -> TurnRequest:
+    def turn(self, client: Client, body: dict[str, Any], raw: bytes, named: SessionId | None) -> TurnRequest:
         """Check a turn, a chat's from here on. Raises InvalidRequest, with vLLM's words for vLLM's own fields."""
         # Anthropic's usage has read and computed tokens, which are the whole prompt.
-        return replace(read_turn(CHAT_PATH, self._chat(body), headers), usage=UsageFormat.OPENAI)
+        return replace(read_turn(CHAT_PATH, self._chat(body), client.headers), usage=UsageFormat.OPENAI)
 
     def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
         if sum(_num_parts(body.get(name)) for name in ("messages", "system", "tools")) > _PARTS_MAX:

@@ -8,7 +8,6 @@ the client did not ask for.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +19,7 @@ from vllm_plugin.turn.answer.events import Event, EventSplitter
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_turn
 
 if TYPE_CHECKING:
-    from vllm_plugin.turn.turn import Turn
+    from vllm_plugin.turn.turn import Client, Turn
 
 _DONE = b"[DONE]"
 _ANSWER_BYTES_MAX = 256 << 20
@@ -60,13 +59,17 @@ class AnswerResult:
             return {"role": "assistant", "content": self.text}
         return {"role": "assistant", "content": self.text or None, "tool_calls": self.tool_calls}
 
-    def check_finished(self) -> None:
-        """Raise when the engine gave the answer up: NoReadyEndpoint before its first token, else EngineFailed."""
-        if self.finish_reason not in _GIVEN_UP:
-            return
-        if not self.token_ids:
+    def finish(self, *, prefill_only: bool) -> None:
+        """Raise when the engine gave the answer up: NoReadyEndpoint before its first token, else EngineFailed.
+
+        `prefill_only`: the answer is empty, although the engine had to sample one token.
+        """
+        if self.finish_reason in _GIVEN_UP and not self.token_ids:
             raise NoReadyEndpoint("the engine accepts no more turns", retry_after_s=1)
-        raise EngineFailed("the engine failed before the answer ended")
+        if self.finish_reason in _GIVEN_UP:
+            raise EngineFailed("the engine failed before the answer ended")
+        if prefill_only:
+            self.token_ids, self.text, self.tool_calls, self.completion_tokens = [], "", [], 0
 
     def take_usage(self, completion_tokens: Any, prompt_details: Any) -> None:
         """Read the parts of the engine's usage object."""
@@ -113,11 +116,6 @@ def _count(value: Any) -> int:
     return value
 
 
-def _only(choices: list[dict[str, Any]]) -> dict[str, Any]:
-    (choice,) = choices
-    return choice
-
-
 def _without_output(choice: dict[str, Any]) -> None:
     """Empty a choice of a prefill-only turn: the engine had to sample one token."""
     for key in ("text", "content"):
@@ -137,12 +135,6 @@ def _strip(answer: dict[str, Any], *, keep_token_ids: bool) -> None:
     for choice in answer.get("choices", []):
         choice.pop("token_ids", None)
         choice.pop("prompt_token_ids", None)
-
-
-def _settle_result(result: AnswerResult, request: TurnRequest) -> None:
-    if request.prefill_only:
-        result.token_ids, result.text, result.tool_calls = [], "", []
-        result.completion_tokens = 0
 
 
 class JsonAnswer:
@@ -173,15 +165,14 @@ class JsonAnswer:
 
     def read(self) -> None:
         """Read the transcript's part of the whole answer. Raises what JSON of another shape does."""
-        choice = _only(self._answer["choices"])
+        (choice,) = self._answer["choices"]
         self.result.take_choice(choice)
         usage = self._answer["usage"]
         self.result.take_usage(usage.get("completion_tokens"), usage.get("prompt_tokens_details"))
         self.result.take_report(self._answer)
         if self._request.prefill_only:
             _without_output(choice)
-        self.result.check_finished()
-        _settle_result(self.result, self._request)
+        self.result.finish(prefill_only=self._request.prefill_only)
 
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
         """Return the body with the turn's usage and session fields."""
@@ -227,10 +218,9 @@ class SseAnswer:
         """Check that the stream came to its proper end. Raises EngineFailed, NoReadyEndpoint."""
         if self.result.error:
             return
-        self.result.check_finished()
+        self.result.finish(prefill_only=self._request.prefill_only)
         if not self._done or not self._finish_events or self._usage_event is None:
             raise EngineFailed("the engine's stream broke")
-        _settle_result(self.result, self._request)
 
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
         """Return the last events: the finish reason, the usage and session fields, `[DONE]`.
@@ -285,7 +275,7 @@ class SseAnswer:
             self.hold(event)
             self._usage_event = answer
             return b""
-        choice = _only(choices)
+        (choice,) = choices
         self.result.take_choice(choice)
         if not self._tells_running_usage:
             answer.pop("usage", None)
@@ -333,16 +323,9 @@ class Dialect:
     It translates a request into a turn, the turn into the engine's request, and its answer into the client's.
     """
 
-    def turn(
-        self,
-        path: str,
-        body: dict[str, Any],
-        headers: Mapping[str, str],
-        raw: bytes,  # noqa: ARG002  # the others read it
-        named: SessionId | None,  # noqa: ARG002  # the others read it
-    ) -> TurnRequest:
+    def turn(self, client: Client, body: dict[str, Any], raw: bytes, named: SessionId | None) -> TurnRequest:  # noqa: ARG002  # the others read them
         """Check a request, `raw` as it came, of the context it was routed for. Raises InvalidRequest."""
-        return read_turn(path, body, headers)
+        return read_turn(client.path, body, client.headers)
 
     def asking(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the engine's path and body, from those of a completion or a chat."""

@@ -103,7 +103,6 @@ class CommitOutcome:
 
 def usage_object(turn: Turn, usage: TurnUsage, outcome: CommitOutcome) -> dict[str, Any]:
     """Return the answer's `usage`: `prompt_tokens` counts computed tokens, or in OpenAI's format the whole prompt."""
-    assert turn.prompt is not None
     openai_format = turn.usage is UsageFormat.OPENAI
     prompt_tokens = usage.prompt_tokens if openai_format else usage.computed_tokens
     context: dict[str, Any] = {
@@ -138,7 +137,6 @@ def receipt_headers(turn: Turn, usage: TurnUsage, *, generation: int, expires_at
 
     In a stream they are sent with the first chunk: cached tokens are the plan then, the usage chunk has the truth.
     """
-    assert turn.prompt is not None
     timings = turn.timings_ms | ({} if usage.restore_ms is None else {"restore": usage.restore_ms})
     return [
         ("x-session-id", turn.session.session_id),

@@ -31,7 +31,7 @@ from vllm_plugin.turn.answer.events import Event
 from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.prompt.request import CHAT_PATH, NEVER_FROM_CLIENTS, TurnRequest, read_turn
 from vllm_plugin.turn.refusals import by_vllm
-from vllm_plugin.turn.turn import Turn
+from vllm_plugin.turn.turn import Client, Turn
 
 _RENDERING = ("construct_input_messages", "construct_tool_dicts")
 _MADE = "enable_response_messages"
@@ -89,14 +89,12 @@ class Responses(Dialect):
         return cls(serving, rendering, frozenset(ends))
 
     @override
-    def turn(
-        self, path: str, body: dict[str, Any], headers: Mapping[str, str], raw: bytes, named: SessionId | None
-    ) -> TurnRequest:
+    def turn(self, client: Client, body: dict[str, Any], raw: bytes, named: SessionId | None) -> TurnRequest:
         """Check a turn, `raw` as it came, of the context it was routed for.
 
         Raises InvalidRequest, with vLLM's words for vLLM's own fields.
         """
-        header = headers.get(SESSION_HEADER)
+        header = client.headers.get(SESSION_HEADER)
         label = named if named is not None and named == label_of(header) else None
         asked = continued_by(RESPONSES_PATH, read_strict_claims(raw, RESPONSES_PATH), header, label=label)
         if asked is None or asked.session_id not in (None, named):
@@ -117,7 +115,7 @@ class Responses(Dialect):
             "include_reasoning": parsed.include_reasoning,
             "truncation": _truncation(body),
         }
-        turn = read_turn(CHAT_PATH, chat, headers)
+        turn = read_turn(CHAT_PATH, chat, client.headers)
         # Ids that clients choose would meet in the engine.
         fields = {key: value for key, value in given.items() if key not in NEVER_FROM_CLIENTS | {"request_id"}}
         if "metadata" in body:
@@ -199,7 +197,7 @@ class _Told:
         is_whole = result.finish_reason == "length" or (result.token_ids[-1:] and result.token_ids[-1] in ends)
         if not result.finish_reason or not is_whole:
             result.finish_reason = "abort"
-        result.check_finished()
+        result.finish(prefill_only=False)
 
     def told(self, response: dict[str, Any]) -> dict[str, Any]:
         """Return a response as its client is told it."""

@@ -269,7 +269,7 @@ def reader(*, stream=True):
     """Return a reader of one turn's answer, without a pod."""
     dialect = asyncio.run(Responses.of({"app": SimpleNamespace(state=STATE)}))
     body = {"model": "m", "input": "Hi", "stream": stream, "conversation": "mine"}
-    request = dialect.turn(PATH, body, {}, json.dumps(body).encode(), "mine")
+    request = dialect.turn(SimpleNamespace(path=PATH, headers={}), body, json.dumps(body).encode(), "mine")
     session = SimpleNamespace(session_id="mine", generation=0)
     return dialect.answer(SimpleNamespace(request=request, session=session, save_ref="ref"))
 

@@ -112,7 +112,7 @@ async def test_a_tag_that_is_none_or_came_around_the_gateway_counts_nothing(pod)
 
 
 async def test_a_tenants_bodies_in_hand_are_bounded_and_given_back(pod):
-    """Seen failing without `held.take` in `read_body`: the second create is 200."""
+    """Seen failing without `held` in `_body_of`: the second create is 200."""
     guard(pod, None)
     pod.engine.pause = asyncio.Event()
     first = asyncio.create_task(pod.create(prompt="x" * 2500, stream=True))
