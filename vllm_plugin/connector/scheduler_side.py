@@ -170,9 +170,9 @@ class SchedulerSide:
         self._sidecar = connect(settings.manifest_deadline_ms / 1000)
         self._reporter = Reporter(self._sidecar, self.counters, queue_limit=settings.queue_limit)
         self._lookup = Lookups(
-            settings,
-            self._sidecar,
-            self._pending_saves,
+            settings=settings,
+            sidecar=self._sidecar,
+            saves=self._pending_saves,
             counters=self.counters,
             clock=self._clock,
             tracer=self._tracer,

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from typing_extensions import override
@@ -55,29 +55,29 @@ class Terms:
     """Memory that the sidecar shares; None: nothing is saved or loaded."""
 
 
+@dataclass(eq=False)
 class RankLink:
     """A worker rank's standing with the sidecar: introduced, with its terms, or not (yet, or again)."""
 
-    facts: RankFacts
+    sidecar: EngineSidecarClient
+    open_arena: OpenArena
+    clock: Clock
+    counters: Counters
+    facts: RankFacts = field(init=False)
     """Facts of this rank, from `introduce` on."""
-
-    def __init__(self, sidecar: EngineSidecarClient, open_arena: OpenArena, clock: Clock, counters: Counters) -> None:
-        self.sidecar = sidecar
-        self._open_arena = open_arena
-        self._clock = clock
-        self._counters = counters
-        self._asking = threading.Lock()
-        """Held for a handshake: seconds."""
-        self._changing = threading.Lock()
-        """Held for a few lines, by the engine's thread too."""
-        self._terms: Terms | None = None
-        self._arena: Arena | None = None
-        """Outlives terms that are in doubt."""
-        self._is_greeted = False
-        self._num_arenas = 0
-        self._pause_ms = 0
-        self._next_try_at_ms = 0
-        self._doubted_at_ms = -_LONGEST_PAUSE_MS
+    lacks_arena: bool = False
+    """Whether the sidecar shared no memory when it was asked, or has gone."""
+    _asking: threading.Lock = field(default_factory=threading.Lock)
+    """Held for a handshake: seconds."""
+    _changing: threading.Lock = field(default_factory=threading.Lock)
+    """Held for a few lines, by the engine's thread too."""
+    _terms: Terms | None = None
+    _arena: Arena | None = None
+    """Outlives terms that are in doubt."""
+    _num_arenas: int = 0
+    _pause_ms: int = 0
+    _next_try_at_ms: int = 0
+    _doubted_at_ms: int = -_LONGEST_PAUSE_MS
 
     def introduce(self, facts: RankFacts) -> None:
         """Set the facts of the next handshake, and forget the terms of the last one. Never waits."""
@@ -85,15 +85,10 @@ class RankLink:
             self.facts, self._terms = facts, None
 
     @property
-    def lacks_arena(self) -> bool:
-        """Whether the sidecar shared no memory when it was asked, or has taken it back; never waits."""
-        return self._is_greeted and self._arena is None
-
-    @property
     def terms_now(self) -> Terms | None:
         """The terms if they are known; never waits. Terms without an arena are asked for again after 10 s."""
         terms = self._terms
-        if terms is not None and terms.arena is None and self._clock.now_ms() >= self._next_try_at_ms:
+        if terms is not None and terms.arena is None and self.clock.now_ms() >= self._next_try_at_ms:
             return None
         return terms
 
@@ -118,7 +113,7 @@ class RankLink:
         """
         if not isinstance(error, SidecarUnavailable) or terms is None or self._terms is not terms:
             return
-        now_ms = self._clock.now_ms()
+        now_ms = self.clock.now_ms()
         if is_late(error):
             self.lost(terms, keeps_arena=True)
         elif is_unanswered(error) or now_ms >= self._doubted_at_ms + _LONGEST_PAUSE_MS:
@@ -127,7 +122,7 @@ class RankLink:
 
     def is_worth_trying(self) -> bool:
         """Return whether there are terms, or it is time to ask again. Never waits."""
-        return self._terms is not None or self._clock.now_ms() >= self._next_try_at_ms
+        return self._terms is not None or self.clock.now_ms() >= self._next_try_at_ms
 
     def terms(self) -> Terms:
         """Return the terms; ask for them when there are none. Raises ContextCacheError.
@@ -146,32 +141,32 @@ class RankLink:
     def close(self) -> None:
         """Forget the terms, and let go of the arena."""
         with self._changing:
-            self._terms = self._arena = None
+            self._terms, self._arena, self.lacks_arena = None, None, True
 
     def _ask(self) -> Terms:
         facts = self.facts
         if self._pause_ms:
             # The handshake waits for a sidecar that restarts. Meanwhile no save waits for the handshake.
-            self._next_try_at_ms = self._clock.now_ms() + _LONGEST_PAUSE_MS
+            self._next_try_at_ms = self.clock.now_ms() + _LONGEST_PAUSE_MS
         try:
             answer = self.sidecar.handshake(facts.fingerprint, facts.fingerprint_json, facts.rank, facts.world_size)
             if answer.block_tokens < 1:
                 raise InvalidRequest("the sidecar sent no block size")
         except ContextCacheError as exc:
             self._pause_ms = min(max(2 * self._pause_ms, _FIRST_PAUSE_MS), _LONGEST_PAUSE_MS)
-            self._next_try_at_ms = self._clock.now_ms() + self._pause_ms
+            self._next_try_at_ms = self.clock.now_ms() + self._pause_ms
             log.warning("sidecar handshake failed", extra={"code": exc.code, "pause_ms": self._pause_ms})
             raise
         self._pause_ms = self._next_try_at_ms = 0
         arena = self._arena or (self._borrow() if answer.arena else None)
         if arena is None:
-            self._counters.add("refused_arenas")
-            self._next_try_at_ms = self._clock.now_ms() + _LONGEST_PAUSE_MS
+            self.counters.add("refused_arenas")
+            self._next_try_at_ms = self.clock.now_ms() + _LONGEST_PAUSE_MS
             log.warning("the sidecar shares no memory with this engine: no KV is saved or loaded")
         log.info("sidecar handshake done", extra={"block_tokens": answer.block_tokens, "arena": arena is not None})
         terms = Terms(answer.block_tokens, answer.block_size_bytes_max, arena)
         with self._changing:
-            self._arena, self._is_greeted = arena, True
+            self._arena, self.lacks_arena = arena, arena is None
             if self.facts is facts:
                 self._terms = terms
         return terms
@@ -187,7 +182,7 @@ class RankLink:
                     self.close()
 
         try:
-            return self._open_arena(ended)
+            return self.open_arena(ended)
         except (OSError, RuntimeError):
             # No thread to be had; another machine, another user, a sandbox that passes no descriptors.
             log.warning("arena not opened", exc_info=True)

@@ -139,37 +139,28 @@ class _Arrival(NamedTuple):
     slot: pb.Slot
 
 
+@dataclass(eq=False, kw_only=True)
 class Loader:
     """Carries out loads for one rank."""
 
-    def __init__(  # noqa: PLR0913  # parts that a rank's threads share, by name
-        self,
-        *,
-        settings: ConnectorSettings,
-        link: RankLink,
-        layers: PagedLayers,
-        results: ResultBox,
-        reporter: Reporter,
-        counters: Counters,
-        clock: Clock,
-        tracer: Tracer = NO_TRACER,
-    ) -> None:
-        self._tracer = tracer
-        self._settings = settings
-        self._link = link
-        self._layers = layers
-        self._results = results
-        self._reporter = reporter
-        self._counters = counters
-        self._clock = clock
-        self._copiers = ThreadPoolExecutor(_COPIES_AT_ONCE, thread_name_prefix="context-cache-reads")
-        """Bounded by the loads: each has at most `_PARTS_AHEAD` parts here."""
+    settings: ConnectorSettings
+    link: RankLink
+    layers: PagedLayers
+    results: ResultBox
+    reporter: Reporter
+    counters: Counters
+    clock: Clock
+    tracer: Tracer = NO_TRACER
+    _copiers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_COPIES_AT_ONCE, thread_name_prefix="context-cache-reads")
+    )
+    """Bounded by the loads: each has at most `_PARTS_AHEAD` parts here."""
 
     def open(self, plan: LoadPlan, fence: Fence) -> Load:
         """Give a plan its deadline; it runs from now, waiting in the queue included."""
         size_bytes = sum(map(self._piece_bytes, plan.pieces))
-        allowed_ms = self._settings.load_deadline_ms + size_bytes // self._settings.load_bytes_per_ms_min
-        return Load(plan, fence, self._clock.now_ms() + allowed_ms)
+        allowed_ms = self.settings.load_deadline_ms + size_bytes // self.settings.load_bytes_per_ms_min
+        return Load(plan, fence, self.clock.now_ms() + allowed_ms)
 
     def close(self) -> None:
         """Drop parts that wait to be copied; a part that is being copied ends by itself."""
@@ -179,16 +170,16 @@ class Loader:
         """Load, then report: first to the engine, then to the sidecar. Raises nothing."""
         plan = load.plan
         terms: Terms | None = None
-        with self._tracer.continued("connector load", parent=plan.traceparent) as span:
-            span.set_attribute("contextcache.rank", self._link.facts.rank)
+        with self.tracer.continued("connector load", parent=plan.traceparent) as span:
+            span.set_attribute("contextcache.rank", self.link.facts.rank)
             span.set_attribute("contextcache.cache_ref", plan.cache_ref)
             span.set_attribute("contextcache.loaded_tokens", plan.loaded_tokens)
             try:
-                terms = self._link.terms()
+                terms = self.link.terms()
                 self._copy(load, terms.arena)
             except ContextCacheError as exc:
-                self._link.doubt(exc, terms)
-                late = self._clock.now_ms() >= load.deadline_ms
+                self.link.doubt(exc, terms)
+                late = self.clock.now_ms() >= load.deadline_ms
                 self.fail(load, "load_deadline" if late else exc.code)
             except OSError:
                 self.fail(load, "read_error")
@@ -211,7 +202,7 @@ class Loader:
 
     def _tell(self, load: Load) -> None:
         """Tell the engine, then the sidecar, of a load that has ended. Never waits."""
-        plan, span, facts = load.plan, get_current_span(), self._link.facts
+        plan, span, facts = load.plan, get_current_span(), self.link.facts
         report = pb.LoadReport(
             request_id=plan.request_id,
             outcome=pb.LOAD_OUTCOME_FAILED if load.reason else pb.LOAD_OUTCOME_LOADED,
@@ -223,7 +214,7 @@ class Loader:
         )
         lease_id = ""
         if load.reason:
-            self._counters.add("failed_loads", load.reason)
+            self.counters.add("failed_loads", load.reason)
             fail(span, load.reason)
             log.warning("load failed", extra={"cache_ref": plan.cache_ref, "reason": load.reason})
         else:
@@ -232,20 +223,20 @@ class Loader:
             for name, seconds in (steps | {"first_slot": load.first_slot_s}).items():
                 span.set_attribute(f"contextcache.{name}_ms", round(seconds * 1000, 3))
             span.set_attribute("contextcache.size_bytes", load.size_bytes)
-            self._counters.add("loads")
-            self._counters.add("loaded_bytes", amount=load.size_bytes)
+            self.counters.add("loads")
+            self.counters.add("loaded_bytes", amount=load.size_bytes)
             report.loaded_tokens, report.tier, report.size_bytes = plan.loaded_tokens, load.tier, load.size_bytes
             if plan.request_id:
                 lease_id, load.lease_id = load.lease_id, ""
-        self._results.end_load(plan.engine_request_id, is_failed=bool(load.reason))
+        self.results.end_load(plan.engine_request_id, is_failed=bool(load.reason))
         if plan.request_id:
             report.restore_ms = (time.monotonic() - plan.asked_at_s) * 1000
-            self._reporter.send(report, lease_id=lease_id)
+            self.reporter.send(report, lease_id=lease_id)
 
     def _end_lease(self, load: Load) -> None:
         lease_id, load.lease_id = load.lease_id, ""
         if lease_id:
-            self._reporter.end_load(lease_id)
+            self.reporter.end_load(lease_id)
 
     def _copy(self, load: Load, arena: Arena | None) -> None:
         if arena is None:
@@ -257,7 +248,7 @@ class Loader:
             # A copy in memory is bad, or a file on disk, and would be at every load: the sidecar drops or quarantines
             # it when it compares.
             log.warning("load repeated after a comparison", extra={"cache_ref": load.plan.cache_ref})
-            self._counters.add("renewed_loads")
+            self.counters.add("renewed_loads")
             self._end_lease(load)
             load.size_bytes, load.tier = 0, pb.TIER_UNSPECIFIED
             try:
@@ -294,7 +285,7 @@ class Loader:
             tenant=plan.tenant,
             cache_ref=plan.cache_ref,
             fingerprint=plan.fingerprint,
-            rank=self._link.facts.rank,
+            rank=self.link.facts.rank,
             block_indices=list(pieces),
             borrower=arena.borrower,
             lease_id=lease_id,
@@ -317,7 +308,7 @@ class Loader:
         if pieces or len(asked) < len(plan.pieces):  # the next call needs their room
             load.lease_id = ""
             with suppress(ContextCacheError):
-                self._link.sidecar.end_load(lease_id)
+                self.link.sidecar.end_load(lease_id)
         return list(pieces.values())
 
     def _took(self, load: Load, future: Future[None]) -> None:
@@ -335,14 +326,14 @@ class Loader:
         """
         asked_s = time.perf_counter()
         try:
-            for answer in self._link.sidecar.load_blocks(request, self._remaining_s(load)):
+            for answer in self.link.sidecar.load_blocks(request, self._remaining_s(load)):
                 load.first_slot_s = load.first_slot_s or time.perf_counter() - asked_s
                 self._remaining_s(load)
                 part, part_bytes = list[_Arrival](), 0
                 for file in (answer, *answer.more):
                     part.append(self._arrival(arena, load, pieces, file))
                     part_bytes += part[-1].copy.pages.nbytes
-                    if part_bytes >= _PART_BYTES and len(part) >= self._layers.files_at_once:
+                    if part_bytes >= _PART_BYTES and len(part) >= self.layers.files_at_once:
                         yield part
                         part, part_bytes = [], 0
                 if part:
@@ -364,11 +355,11 @@ class Loader:
         except ValueError as exc:
             raise CorruptBlock("the sidecar named an offset outside its arena") from exc
         block, group = parse_block_file(data), piece.file.group
-        expected = load.plan.meta(piece, self._link.facts.rank)
+        expected = load.plan.meta(piece, self.link.facts.rank)
         check_head(block.meta, block.checksum, expected, vouched=answer.checksum)
-        if (block.pages.nbytes, block.codec) != self._layers.stored(group, piece.num_pages, piece.num_full):
+        if (block.pages.nbytes, block.codec) != self.layers.stored(group, piece.num_pages, piece.num_full):
             raise CorruptBlock("the block's pages have a different size or codec than this engine")
-        is_digested = self._layers.makes_digests and len(block.digests) == piece.num_pages
+        is_digested = self.layers.makes_digests and len(block.digests) == piece.num_pages
         proof: Proof = "digests" if is_digested else "checksum"
         first, ids = piece.first_page, piece.block_ids
         copy = PageCopy(group, ids, block.pages, piece.num_pages, first, load.fence, piece.num_full, proof)
@@ -384,7 +375,7 @@ class Loader:
         """
         load.begin_writing()
         try:
-            landed = self._layers.scatter([arrival.copy for arrival in part], load.spent)
+            landed = self.layers.scatter([arrival.copy for arrival in part], load.spent)
         finally:
             if load.stop_writing():
                 self._tell(load)
@@ -395,10 +386,10 @@ class Loader:
                 raise CorruptBlock("the slot was lent to another writer")
 
     def _piece_bytes(self, piece: Piece) -> int:
-        return len(piece.block_ids) * sum(self._layers.planes[piece.file.group])
+        return len(piece.block_ids) * sum(self.layers.planes[piece.file.group])
 
     def _remaining_s(self, load: Load) -> float:
-        remaining_ms = load.deadline_ms - self._clock.now_ms()
+        remaining_ms = load.deadline_ms - self.clock.now_ms()
         if remaining_ms <= 0:
             raise SidecarUnavailable("the load reached its deadline")
         return remaining_ms / 1000

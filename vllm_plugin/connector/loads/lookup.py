@@ -103,41 +103,35 @@ class Lookup:
         return Match(None, reason="manifest_deadline") if now_ms >= self.deadline_ms else None
 
 
+@dataclass(eq=False, kw_only=True)
 class Lookups:
     """Asks for all requests, with a few threads."""
 
-    def __init__(
-        self,
-        settings: ConnectorSettings,
-        sidecar: EngineSidecarClient,
-        saves: PendingSaves,
-        *,
-        counters: Counters,
-        clock: Clock,
-        tracer: Tracer,
-    ) -> None:
-        self._settings = settings
-        self._sidecar = sidecar
-        self._saves = saves
-        self._counters = counters
-        self._clock = clock
-        self._tracer = tracer
-        self._is_silent = False
-        """Whether the last question ran out of time. Any answer, however late, ends the silence."""
-        self._pool = TransferPool("lookups", threads=settings.lookup_threads, queue_limit=settings.queue_limit)
+    settings: ConnectorSettings
+    sidecar: EngineSidecarClient
+    saves: PendingSaves
+    counters: Counters
+    clock: Clock
+    tracer: Tracer
+    is_silent: bool = False
+    """Whether the last question ran out of time. Any answer, however late, ends the silence."""
+
+    def __post_init__(self) -> None:
+        num_threads, limit = self.settings.lookup_threads, self.settings.queue_limit
+        self._pool = TransferPool("lookups", threads=num_threads, queue_limit=limit)
 
     def start(
         self, transfer: KVTransfer, token_ids: Sequence[int], facts: RankFacts, compute_us_per_token: float
     ) -> Lookup:
         """Ask for the KV that serves most of a prompt. Never waits."""
-        settings = self._settings
+        settings = self.settings
         wait_ms = settings.lookup_wait_ms
         if compute_us_per_token:
             # An answer that comes later than the tokens would be computed is of no use.
             compute_ms = int(len(token_ids) * compute_us_per_token / 1000)
             wait_ms = min(wait_ms, max(compute_ms, settings.lookup_wait_min_ms))
         refs = [name for ref in transfer.load for name in ((ref, prompt_ref(ref)) if facts.has_checkpoints else (ref,))]
-        saving = [ref for ref in refs if ref in self._saves]
+        saving = [ref for ref in refs if ref in self.saves]
         question = pb.ResolveRequest(
             tenant=transfer.tenant,
             fingerprint=facts.fingerprint,
@@ -156,12 +150,12 @@ class Lookups:
             peer=transfer.prefix_at,
         )
         limit_ms = wait_ms + wait_ms // _GRACE_SHARE
-        lookup = Lookup(self._clock.now_ms() + (limit_ms // _SILENT_SHARE if self._is_silent else limit_ms))
+        lookup = Lookup(self.clock.now_ms() + (limit_ms // _SILENT_SHARE if self.is_silent else limit_ms))
         # Longer than the request waits: a late answer still ends the silence.
         timeout_s = (limit_ms + settings.manifest_deadline_ms) / 1000
 
         def ask() -> None:
-            with self._tracer.continued("connector lookup", parent=transfer.traceparent) as span:
+            with self.tracer.continued("connector lookup", parent=transfer.traceparent) as span:
                 prompt = np.asarray(token_ids, dtype=np.int64)
                 question.token_ids = prompt.astype("<u4").tobytes()
                 found = self._ask(question, prompt, facts, lookup.deadline_ms, timeout_s)
@@ -184,19 +178,19 @@ class Lookups:
         self, question: pb.ResolveRequest, prompt: np.ndarray, facts: RankFacts, deadline_ms: int, timeout_s: float
     ) -> Match:
         try:
-            manifest, answer = self._sidecar.resolve(question, timeout_s)
+            manifest, answer = self.sidecar.resolve(question, timeout_s)
         except ContextCacheError as exc:
-            self._is_silent = isinstance(exc, SidecarUnavailable) and self._clock.now_ms() >= deadline_ms
-            self._counters.add("failed_matches", exc.code)
+            self.is_silent = isinstance(exc, SidecarUnavailable) and self.clock.now_ms() >= deadline_ms
+            self.counters.add("failed_matches", exc.code)
             return Match(None, reason=exc.code)
-        self._is_silent = False
+        self.is_silent = False
         found = Match(manifest, reason=answer.reason, tier=answer.tier, missing=frozenset(answer.missing))
         if manifest is None:
             if answer.reason == FingerprintMismatch.code:
-                self._counters.add("refused_manifests", answer.reason)
+                self.counters.add("refused_manifests", answer.reason)
             return found
         if (reason := refusal(manifest, facts)) is not None:
-            self._counters.add("refused_manifests", reason)
+            self.counters.add("refused_manifests", reason)
             return replace(found, manifest=None, reason=reason)
         shared = common_prefix(np.asarray(manifest.token_ids, dtype=np.int64), prompt)
         return replace(found, num_tokens=shared) if shared else replace(found, manifest=None, reason=NOTHING_IN_COMMON)

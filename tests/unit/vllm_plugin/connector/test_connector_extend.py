@@ -229,7 +229,7 @@ def test_early_files_have_the_longer_deadline_while_the_last_part_waits(
     first, last = plans_of(STEP_TOKENS)
     lend, save_blocks = small.lend_slots, sidecar.save_blocks
     sidecar.memory, saver.link._arena = small.memory, small.arena
-    saver.link._open_arena = lambda _gone: small.arena
+    saver.link.open_arena = lambda _gone: small.arena
 
     def lend_slots(request: pb.LendSlotsRequest, timeout_s: float) -> Any:
         if saver._saves[A].plan is first:
@@ -262,7 +262,7 @@ def test_a_page_that_a_running_request_fills_has_no_digest(
 
     monkeypatch.setattr(saver, "layers", Digested())
     sidecar = FakeSidecar(block_tokens=FILE_TOKENS)
-    saver.link.sidecar, saver.link._open_arena = sidecar, lambda _gone: sidecar.arena
+    saver.link.sidecar, saver.link.open_arena = sidecar, lambda _gone: sidecar.arena
     num_tokens = FILE_TOKENS + 5
     block_ids = (tuple(range(1, num_tokens // BLOCK_TOKENS + 2)),)
     plan = replace(plans_of(STEP_TOKENS)[0], token_ids=bytes(4 * num_tokens), block_ids=block_ids, early=False)
@@ -282,7 +282,7 @@ def test_a_rank_without_an_arena_asks_for_one_again(saver: Saver, sidecar: Count
             raise OSError("refused")
         return sidecar.arena
 
-    saver.link._open_arena = open_arena
+    saver.link.open_arena = open_arena
 
     assert saver.link.terms().arena is None
     assert saver.link.terms().arena is None

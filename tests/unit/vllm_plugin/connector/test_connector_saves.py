@@ -378,8 +378,8 @@ def test_an_arena_is_let_go_after_a_late_answer_only_where_that_may_have_lent_sl
     """Its end is what frees them. Seen failing: every call that ran out of its time had the arena mapped anew."""
     engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
     link = engine.loop.worker.worker_side._link
-    opened, open_arena = [], link._open_arena
-    link._open_arena = lambda on_gone: opened.append(1) or open_arena(on_gone)
+    opened, open_arena = [], link.open_arena
+    link.open_arena = lambda on_gone: opened.append(1) or open_arena(on_gone)
     hang = engine.sidecar.hang[call] = threading.Event()
     engine.sidecar.timeout_s = 0.01
     engine.save(PROMPT, A)
