@@ -16,7 +16,7 @@ from contextcache.names import (
     check_session_id,
     check_tenant,
 )
-from kv_sidecar.format.ids import BlockKey, check_fingerprint_text
+from kv_sidecar.format.ids import BlockKey, check_fingerprint_text, pack_token_ids
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE, block_key, check_groups, context_files, next_files
 
 Source: TypeAlias = Literal["", "peer", "object"]
@@ -190,7 +190,8 @@ class Save:
         if not _grows(self.new.groups):
             return context_files(tail_ref, fingerprint, self.new.tenant, new, self.new.groups)
         last = next(reversed(self.manifest.files), None)
-        return next_files(last, tail_ref, fingerprint, self.new.tenant, new, block_tokens=self.block_tokens)
+        packed = pack_token_ids(new)
+        return next_files(last, tail_ref, fingerprint, self.new.tenant, packed, block_tokens=self.block_tokens)
 
     def grow(self, more: MoreTokens, files: Sequence[KVFile]) -> None:
         """Take the tokens that are new, with their files."""

@@ -25,7 +25,7 @@ from contextcache.errors import CacheRefNotFound, CorruptBlock, InvalidRequest
 from contextcache.model import CacheRef, KVFile, KVGroup, Manifest, SessionId, TenantId, kv_kind
 from contextcache.names import CACHE_REF_PATTERN
 from kv_sidecar.format.block_file import BlockMeta, file_meta
-from kv_sidecar.format.ids import BlockKey, chain_block_ids, chain_packed, pack_token_ids, unpack_token_ids
+from kv_sidecar.format.ids import TOKEN_BYTES, BlockKey, chain_block_ids, chain_packed, pack_token_ids, unpack_token_ids
 from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
 
 MAX_GROUPS = 64
@@ -92,21 +92,20 @@ def next_files(
     tail_ref: CacheRef,
     fingerprint: str,
     tenant: TenantId,
-    token_ids: Sequence[int],
+    packed: bytes,
     *,
     block_tokens: int,
 ) -> tuple[KVFile, ...]:
-    """Return the files of the next tokens of a context with one group of full attention. Hashes these tokens alone.
+    """Return the files of the next packed tokens of a context with one group of full attention. Hashes these alone.
 
-    `last`: the whole block before them; None: they are the first. Raises OverflowError for a token id.
+    `last`: the whole block before them; None: they are the first.
     """
     first, parent = (last.end_token, last.name) if last is not None else (0, "")
-    packed = pack_token_ids(token_ids)
     files = []
     for name in chain_packed(fingerprint, tenant, packed, block_tokens=block_tokens, parent=parent):
         files.append(KVFile(0, "block", name, parent, first, first + block_tokens))
         first, parent = first + block_tokens, name
-    if rest := len(token_ids) % block_tokens:
+    if rest := len(packed) // TOKEN_BYTES % block_tokens:
         files.append(KVFile(0, "tail", tail_ref, parent, first, first + rest))
     return tuple(files)
 

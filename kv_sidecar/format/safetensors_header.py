@@ -26,6 +26,7 @@ _MAX_HEADER_BYTES = 64 << 20
 _MAX_SIZE = 1 << 48
 SUPPLEMENT = "supplement"
 _KEYS = {"dtype", "shape", "data_offsets"}
+_JSON = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def encode_header(header: TensorHeader) -> bytes:
     if header.supplement:
         entry[SUPPLEMENT] = dict(header.supplement)
     document = {"__metadata__": dict(header.metadata), header.tensor: entry}
-    raw = json.dumps(document, separators=(",", ":")).encode()
+    raw = _JSON.encode(document).encode()
     padded = raw + b" " * (-(len(raw) + HEAD_BYTES) % _ALIGNMENT)
     return len(padded).to_bytes(HEAD_BYTES, "little") + padded
 

@@ -328,12 +328,12 @@ class Saver:
                 return ()
         groups = [group.kept(num_tokens, file_tokens_min=terms.block_tokens) for group in plan.groups]
         last = save.files[-1] if save.files else None
-        new = unpack_token_ids(save.packed(last.end_token if last is not None else 0, num_tokens))
+        new = save.packed(last.end_token if last is not None else 0, num_tokens)
         chain = plan.cache_ref, plan.fingerprint, plan.tenant
         if len(groups) == 1 and groups[0].kind == "full_attention":
             save.files += next_files(last, *chain, new, block_tokens=file_tokens)
         else:
-            save.files = context_files(*chain, new, groups)
+            save.files = context_files(*chain, unpack_token_ids(new), groups)
         answer = self._send_tokens(save, plan, groups, num_tokens)
         save.sent_tokens = num_tokens
         missing = sorted(answer.missing_files)
