@@ -4,11 +4,20 @@ All files of a call are one list. It goes to the driver in few *waves*, on one s
 made behind them. Pages in registered memory (the arena) are copied to and from where they are, and the host reads none
 of their bytes. Other pages go file by file through pinned memory. `Driver` is all that needs a GPU; a twin of it on the
 CPU passes the same tests.
+
+Host memory is registered with the driver piece by piece, in the background. A piece is registered once there is memory
+behind all of it: registering would put it there, and it would count to this process's container instead of to its
+owner's. Until then, and for good where the driver refuses, copies to it go by way of pinned memory.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import mmap
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
@@ -22,10 +31,17 @@ from typing_extensions import override
 
 from kv_sidecar.client import new_checksum
 from vllm_plugin.connector.copies.pages import Fence, Landed, LayerShape, PageCopy, PagedLayers, Pages, Spent
-from vllm_plugin.connector.copies.registered_memory import RegisteredMemory, Registrar
+
+log = logging.getLogger(__name__)
 
 WAVE_BYTES = 256 << 20
 """Bytes of one call of the driver: a link needs 5 ms for them, so the cost of a call does not count."""
+
+PIECE_BYTES = 1 << 30
+"""Registered in one call: the driver holds locks meanwhile that the engine may want."""
+_LOOK_AGAIN_S = 0.2
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 Chunks: TypeAlias = npt.NDArray[np.int64]
@@ -34,7 +50,7 @@ Block: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[int]]
 """Planes of a group, uint8 `[blocks, …]`, and the ids of blocks in them."""
 
 
-class Driver(Registrar, Protocol):
+class Driver(Protocol):
     """Calls of a device. Faults of the driver are RuntimeErrors. A thread's calls are carried out in order."""
 
     def fence(self) -> Fence:
@@ -50,6 +66,14 @@ class Driver(Registrar, Protocol):
 
     def digest(self, blocks: Sequence[Block]) -> Callable[[], Numbers]:
         """Begin to make the digests of blocks behind the thread's copies; return a function that waits for them."""
+        ...
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Pin memory and make it known to the device. Raises RuntimeError with the driver's reason."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Unpin the memory that begins at this address. Raises RuntimeError."""
         ...
 
     def staging(self, size_bytes: int) -> Pages:
@@ -213,3 +237,67 @@ def joined(chunks: Chunks) -> Chunks:
     goes_on = (sources[:-1] + sizes[:-1] == sources[1:]) & (targets[:-1] + sizes[:-1] == targets[1:])
     starts = np.flatnonzero(np.concatenate(([True], ~goes_on)))[: len(sizes)]
     return np.stack([sources[starts], targets[starts], np.add.reduceat(sizes, starts)]) if len(starts) else chunks
+
+
+class RegisteredMemory:
+    """All memory that one rank's device can reach now."""
+
+    def __init__(self, driver: Driver, *, piece_bytes: int = PIECE_BYTES) -> None:
+        self._driver = driver
+        self._piece_bytes = piece_bytes
+        self._lock = threading.Lock()
+        self._pieces: frozenset[tuple[int, int]] = frozenset()
+        """Addresses of the first byte and behind the last. Replaced under the lock, read without."""
+
+    def add(self, memory: memoryview, *, owner: object) -> None:
+        """Begin to register page-aligned memory; it is let go of, and kept mapped until then, when `owner` has gone.
+
+        A thread that copies holds `owner`: nothing is unregistered under a copy. Raises RuntimeError without a thread.
+        """
+        gone = threading.Event()
+        weakref.finalize(owner, gone.set).atexit = False
+        name = "context-cache-registration"
+        threading.Thread(target=self._attend, args=(memory, gone), name=name, daemon=True).start()
+
+    def holds(self, pages: Pages) -> bool:
+        """Return whether all of it is in one piece: no copy may cross from one into another."""
+        start = pages.ctypes.data
+        return any(first <= start and start + pages.nbytes <= end for first, end in self._pieces)
+
+    def _attend(self, memory: memoryview, gone: threading.Event) -> None:
+        address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+        mine: set[tuple[int, int]] = set()
+        try:
+            for start in range(address, address + len(memory), self._piece_bytes):
+                size_bytes = min(self._piece_bytes, address + len(memory) - start)
+                while not _is_resident(start, size_bytes):
+                    if gone.wait(_LOOK_AGAIN_S):
+                        return
+                if gone.is_set():
+                    return
+                self._driver.register(start, size_bytes)
+                mine.add((start, start + size_bytes))
+                with self._lock:
+                    self._pieces |= mine
+            log.info("arena registered with the GPU driver", extra={"size_bytes": len(memory)})
+        except RuntimeError as exc:
+            registered_bytes = sum(end - first for first, end in mine)
+            fields = {"size_bytes": len(memory), "registered_bytes": registered_bytes, "reason": str(exc)}
+            log.warning("arena not registered with the GPU driver, KV is staged", extra=fields)
+        finally:
+            gone.wait()
+            with self._lock:
+                self._pieces -= mine
+            self._unregister(mine)
+
+    def _unregister(self, pieces: set[tuple[int, int]]) -> None:
+        try:
+            for first, _ in sorted(pieces):
+                self._driver.unregister(first)
+        except RuntimeError:
+            log.warning("arena not unregistered", exc_info=True)
+
+
+def _is_resident(address: int, size_bytes: int) -> bool:
+    pages = np.zeros(-(-size_bytes // mmap.PAGESIZE), dtype=np.uint8)
+    return not _LIBC.mincore(address, size_bytes, pages.ctypes.data) and bool((pages & 1).all())

@@ -52,6 +52,8 @@ def engine_facts(
     """Return the facts of the fingerprint, as JSON values. `weights`: their identity (weights.py), None: not known."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = getattr(vllm_config, "speculative_config", None)
+    # Rope, windows, sizes.
+    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE_CONFIG_KEYS}
     block_tokens: Any = groups[0].block_tokens
     if groups[0].digest:
         block_tokens = [[group.kind, _page_tokens(group), group.window, group.digest] for group in groups]
@@ -60,7 +62,7 @@ def engine_facts(
         "vllm_version": vllm.__version__,
         "model": str(model.model),
         "revision": model.revision,
-        "model_config_sha256": _config_hash(model.hf_config),
+        "model_config_sha256": _hash(config),
         "quantization": model.quantization,
         "computed_by": [_computed_by(one, load) for one, load in models(vllm_config)],
         "speculative_model": str(speculative.model) if speculative is not None else None,
@@ -69,7 +71,8 @@ def engine_facts(
         "weights": weights,
         "weights_epoch": weights_epoch,
         "attention": attention_kinds(vllm_config.compilation_config.static_forward_context, shapes),
-        "machine": _machine(),
+        # Beside the backend, the CPU's widest vectors decide the order of bytes in a page.
+        "machine": "cuda" if torch.cuda.is_available() else f"cpu/{torch.backends.cpu.get_cpu_capability()}",
         "engine_block_tokens": block_tokens,
         "layers": [_layer(shape) for shape in shapes],
         "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
@@ -121,11 +124,6 @@ def _computed_by(model: Any, load: Any) -> dict[str, Any]:
     }
 
 
-def _config_hash(hf_config: Any) -> str | None:
-    """Hash the model's configuration: rope, windows, sizes."""
-    return _hash({key: value for key, value in hf_config.to_dict().items() if key not in _VOLATILE_CONFIG_KEYS})
-
-
 def _hash(values: Any) -> str | None:
     """Hash settings; values JSON cannot spell count by their type."""
     if not values:
@@ -133,13 +131,6 @@ def _hash(values: Any) -> str | None:
     told = asdict(values) if is_dataclass(values) and not isinstance(values, type) else values
     spelled = json.dumps(told, sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(spelled.encode()).hexdigest()
-
-
-def _machine() -> str:
-    """Return the fact that decides the byte order inside pages beyond the backend: the CPU's widest vectors."""
-    if torch.cuda.is_available():
-        return "cuda"
-    return f"cpu/{torch.backends.cpu.get_cpu_capability()}"
 
 
 _WEIGHTS = "weights"

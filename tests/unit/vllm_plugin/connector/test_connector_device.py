@@ -19,10 +19,9 @@ from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from vllm_plugin.connector import worker_side
 from vllm_plugin.connector.copies import cuda_copies
-from vllm_plugin.connector.copies.cuda_copies import DeviceLayers
+from vllm_plugin.connector.copies.cuda_copies import DeviceLayers, RegisteredMemory
 from vllm_plugin.connector.copies.layout import layer_views
 from vllm_plugin.connector.copies.pages import PageCopy, Pages, page_bytes
-from vllm_plugin.connector.copies.registered_memory import RegisteredMemory
 
 BLOCK_BYTES = 1 << 20
 """Of one layer."""
