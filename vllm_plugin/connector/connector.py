@@ -106,12 +106,13 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         self._settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         secret = _read_secret(self._settings)
         self._ended_saves: set[str] = set()
-        self._uncarried: UncarriedEngine | None = None
+        self._handshake: RankHandshake | None = None
+        """Facts of this rank; None: not known yet."""
         groups: Sequence[LayerGroup] = ()
         try:
             groups = carried_groups(vllm_config, kv_cache_config)
         except UncarriedEngine as exc:
-            self._uncarried = exc
+            self._handshake = RankHandshake(None, (exc.reason, exc.text))
         if role == KVConnectorRole.SCHEDULER:
             self._side = self.scheduler_side = SchedulerSide(
                 vllm_config,
@@ -121,8 +122,8 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 clock=self.clock,
                 reads_unheld=not _zeroes_early(vllm_config, kv_cache_config),
             )
-            if self._uncarried is not None:
-                self.scheduler_side.leave_alone(self._uncarried.reason, self._uncarried.text)
+            if self._handshake is not None:
+                self.scheduler_side.leave_alone(*self._handshake.uncarried)
         else:
             self._side = self.worker_side = WorkerSide(
                 vllm_config,
@@ -243,19 +244,17 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._uncarried is not None:
+        if self._handshake is not None and self._handshake.facts is None:
             return
         try:
             self.worker_side.register_kv_caches(kv_caches)
+            self._handshake = RankHandshake(self.worker_side.facts)
         except UncarriedEngine as exc:
-            self._uncarried = exc
+            self._handshake = RankHandshake(None, (exc.reason, exc.text))
 
     @override
     def get_handshake_metadata(self) -> RankHandshake | None:
-        if (uncarried := self._uncarried) is not None:
-            return RankHandshake(None, (uncarried.reason, uncarried.text))
-        facts = self.worker_side.facts
-        return None if facts is None else RankHandshake(facts)
+        return self._handshake
 
     @override
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:

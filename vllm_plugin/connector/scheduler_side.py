@@ -313,9 +313,9 @@ class SchedulerSide:
 
     def _look(self, load: Load, lookup: Lookup) -> bool:
         """Take the answer of a look-up, if it has come."""
-        # A step that also hands over saves is not held.
-        now_ms = self._clock.now_ms()
-        found = lookup.result(now_ms) if self._saves else self.idle.answer(lookup, load.asked_at_s, now_ms)
+        if not self._saves:  # a step that also hands over saves is not held
+            self.idle.wait_for(lookup, load.asked_at_s)
+        found = lookup.result(self._clock.now_ms())
         if found is None:
             return False
         load.found = found
@@ -479,12 +479,11 @@ class SchedulerSide:
         if not isinstance(token, str):
             return None
         try:
-            transfer = verify_kv_transfer(token, self._secret)
+            return verify_kv_transfer(token, self._secret)
         except ForgedIdentity:
             self.counters.add("forged_tokens")
             log.warning("kv-transfer token refused")
             return None
-        return transfer
 
     def _report_no_load(self, load: Load) -> None:
         """Report once a request; never after preemption, whose re-admission says nothing about the prompt."""

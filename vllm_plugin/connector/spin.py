@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-from vllm_plugin.connector.loads.lookup import Lookup, Match
+from vllm_plugin.connector.loads.lookup import Lookup
 
 _SPIN_S = 0.004
 """A sleeper may miss a message within 3 million ticks of the last one, 1 to 3 ms: zmq's sender looks no more often
@@ -55,14 +55,11 @@ class IdleEngine:
         """Requests of all kinds that wait for no answer of ours, or were given blocks; until they finish."""
         self._num_steps = 0
 
-    def answer(self, lookup: Lookup, asked_at_s: float, now_ms: int) -> Match | None:
-        """Return the result of a look-up, after a moment if the engine has nothing else to do."""
-        found = lookup.result(now_ms)
+    def wait_for(self, lookup: Lookup, asked_at_s: float) -> None:
+        """Give a look-up a moment if the engine has nothing else to do."""
         wait_s = asked_at_s + _MATCH_WAIT_S - time.monotonic()
-        if found is not None or wait_s <= 0 or self.ready or not self.may_wait:
-            return found
-        wait([lookup.future], wait_s)
-        return lookup.result(now_ms)
+        if wait_s > 0 and self.may_wait and not self.ready and not lookup.future.done():
+            wait([lookup.future], wait_s)
 
     def step(self, *, has_work: bool) -> None:
         """Count a step."""
