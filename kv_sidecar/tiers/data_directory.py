@@ -53,6 +53,8 @@ class DataDirectory:
         self.quarantine = root / "quarantine"
         self._step = step or (at_step if VARIABLE in os.environ else lambda _: None)
         self._count_lock, self._clearing = threading.Lock(), threading.Lock()
+        self._unsynced: set[str] = set()
+        """Directories that a power cut may take: they are new, and no file in them is durable yet."""
         self.num_quarantined = 0
         """Files put aside since the start."""
         self.on_quarantined: Callable[[], None] = lambda: None
@@ -211,16 +213,18 @@ class DataDirectory:
     def _clear_the_way(self, final: str, folder: str) -> None:
         """Create a fan-out directory that outlives a crash; put aside a thing that blocks a rename."""
         for place in (folder.rpartition("/")[0], folder):
-            if not _is_directory(place):
-                directory = Path(place)
-                try:
-                    directory.mkdir()
-                except FileExistsError:
-                    with self._clearing:  # another thread may have made the directory meanwhile
-                        if not _is_directory(directory):
-                            self.put_aside(directory)
-                            directory.mkdir(exist_ok=True)
-                _fsync_directory(directory.parent)
+            if _is_directory(place) and place not in self._unsynced:
+                continue
+            directory = Path(place)
+            with self._clearing:
+                if not _is_directory(place):
+                    self._unsynced.add(place)
+                    if os.path.lexists(place):
+                        self.put_aside(directory)
+                    directory.mkdir(exist_ok=True)
+                if place in self._unsynced:  # another thread may have been faster
+                    _fsync_directory(directory.parent)
+                    self._unsynced.remove(place)
         if _is_directory(final):
             self.put_aside(Path(final))
 

@@ -13,6 +13,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -396,3 +397,33 @@ async def test_the_event_loop_never_waits_for_a_file_that_is_written(
 
         assert is_answered
         assert kv.catalog.tenant_usage(TENANT)[0] == kv.disk_bytes()
+
+
+def test_a_file_is_not_durable_before_the_new_directory_that_another_thread_makes_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing: the second file was called durable while a power cut would have taken its directory."""
+    directory = data_directory.DataDirectory(tmp_path)
+    blocks, begun, go_on = tmp_path / "blocks", threading.Event(), threading.Event()
+    directory.open()
+    blocks.mkdir()
+    sync = data_directory._fsync_directory
+
+    def slow(path: Path | str) -> None:
+        if Path(path) == blocks and not begun.is_set():
+            begun.set()
+            assert go_on.wait(60)
+        sync(path)
+
+    monkeypatch.setattr(data_directory, "_fsync_directory", slow)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(directory.publish, b"1", blocks / "aa" / "1")
+        assert begun.wait(60)
+        second = threads.submit(directory.publish, b"2", blocks / "aa" / "2")
+        is_early = bool(wait([second], timeout=0.2).done)
+        go_on.set()
+        first.result(60)
+        second.result(60)
+    directory.close()
+
+    assert not is_early
