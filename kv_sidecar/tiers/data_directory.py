@@ -318,11 +318,16 @@ def remove_old(directory: Path, *, before_ms: int) -> int:
 
 
 def make_real_directory(path: Path) -> None:
-    """Create a directory; a file or link in its place is removed, never the target of a link. Raises OSError."""
+    """Create a directory that outlives a crash; a file or link in its place is removed, never the target of a link.
+
+    Raises OSError.
+    """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         log.warning("file in the place of a directory removed", extra={"directory": path.name})
         path.unlink()
-    path.mkdir(parents=True, exist_ok=True)
+    if not path.is_dir():
+        path.mkdir(parents=True)
+        _fsync_directory(path.parent)
 
 
 def read_with(path: Path | str, read: Callable[[int, int], Result]) -> Result:

@@ -427,3 +427,15 @@ def test_a_file_is_not_durable_before_the_new_directory_that_another_thread_make
     directory.close()
 
     assert not is_early
+
+
+def test_the_directories_of_a_first_start_outlive_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing: the first saved context was durable in a directory that was not."""
+    durable: set[Path] = set()
+    monkeypatch.setattr(data_directory, "_fsync_directory", lambda path: durable.update(Path(path).iterdir()))
+    directory = data_directory.DataDirectory(tmp_path)
+    directory.open()
+    directory.fan_out_files("manifests", is_ours=lambda _: True)
+    directory.close()
+
+    assert tmp_path / "manifests" in durable
