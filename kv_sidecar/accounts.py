@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from contextcache.clock import Clock
@@ -72,9 +73,9 @@ class LoadReports:
     """More than an engine has requests."""
     keep_ms: int = 60_000
     """Longer than an answer."""
-    max_waiters: int = 4096
     _reports: OrderedDict[str, _Kept] = field(default_factory=OrderedDict)
-    _waiting: set[tuple[str, asyncio.Future[None]]] = field(default_factory=set)
+    _next: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the next report comes."""
 
     def __len__(self) -> int:
         return len(self._reports)
@@ -97,26 +98,15 @@ class LoadReports:
             kept.add(report)
         while len(self._reports) > self.max_reports:
             self._reports.popitem(last=False)
-        for request_id, waiter in self._waiting:
-            if kept.is_whole and request_id == report.request_id and not waiter.done():
-                waiter.set_result(None)
+        self._next.set()
+        self._next = asyncio.Event()
 
     async def get(self, request_id: str, *, timeout_s: float) -> pb.LoadReport:
-        """Return a request's report, after at most `timeout_s` for all ranks. Raises CacheRefNotFound without one.
-
-        Beyond `max_waiters` a further call does not wait.
-        """
-        kept = self._reports.get(request_id)
-        if (kept is None or not kept.is_whole) and len(self._waiting) < self.max_waiters:
-            waiter = (request_id, asyncio.get_running_loop().create_future())
-            self._waiting.add(waiter)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await waiter[1]
-            except TimeoutError:
-                log.debug("load report late", extra={"request_id": request_id})
-            finally:
-                self._waiting.discard(waiter)
+        """Return a request's report, after at most `timeout_s` for all ranks. Raises CacheRefNotFound without one."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while (kept := self._reports.get(request_id)) is None or not kept.is_whole:
+                    await self._next.wait()
         self.forget_old()
         kept = self._reports.get(request_id)
         if kept is None:

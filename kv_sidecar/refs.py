@@ -104,8 +104,6 @@ class Refs:
     def __init__(self, clock: Clock, limits: CatalogLimits) -> None:
         self._clock = clock
         self._limits = limits
-        self.num_waiters = 0
-        """Calls that wait for a change now."""
         self._refs: dict[tuple[TenantId, str], Ref] = {}
         self._ended: dict[Phase, OrderedDict[tuple[TenantId, str], Ref]] = {
             Phase.FAILED: OrderedDict(),
@@ -229,22 +227,20 @@ class Refs:
         return self._clock.now_ms() < self.get(tenant, cache_ref).named_until_ms
 
     async def wait(self, tenant: TenantId, cache_refs: Iterable[CacheRef], *, timeout_s: float) -> bool:
-        """Return True once the phase of one of these refs changes; False after `timeout_s` or with too many waiters."""
-        if timeout_s <= 0 or self.num_waiters >= self._limits.max_waiters:
+        """Return True once the phase of one of these refs changes; False after `timeout_s`."""
+        if timeout_s <= 0:
             return False
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         refs = [self.get(tenant, cache_ref) for cache_ref in cache_refs]
         for ref in refs:
             self._refs[ref.tenant, ref.cache_ref] = ref
             ref.waiters += (waiter,)
-        self.num_waiters += 1
         try:
             async with asyncio.timeout(timeout_s):
                 await waiter
         except TimeoutError:
             return False
         finally:
-            self.num_waiters -= 1
             for ref in refs:
                 ref.waiters = tuple(other for other in ref.waiters if other is not waiter)
                 self._drop_absent(ref)

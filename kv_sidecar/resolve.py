@@ -185,8 +185,7 @@ class Resolver:
                     raise
             if left_ms <= 0:
                 raise pending
-            if not await self._catalog.refs.wait(tenant, [cache_ref], timeout_s=min(left_ms / 1000, _LOOK_AGAIN_S)):
-                await asyncio.sleep(0)  # with too many waiters the call above returns at once
+            await self._catalog.refs.wait(tenant, [cache_ref], timeout_s=min(left_ms / 1000, _LOOK_AGAIN_S))
 
     async def _like(self, best: Resolution, ends_at_ms: int) -> Sequence[Found]:
         """Return other KV of the tenant that begins like the prompt and adds enough; KV on its way stands last."""

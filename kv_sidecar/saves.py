@@ -38,8 +38,6 @@ class CatalogLimits:
     """Deleted names remembered, and as many failed saves, each about 10 MB; the oldest are forgotten first."""
     spare_ms: int = 300_000
     """Blocks of an incomplete context stay for this long, for the save that follows its recompute."""
-    max_waiters: int = 4096
-    """Calls that wait for a seal; a further call gets its answer at once."""
     max_leases: int = 1024
     """Loads that hold a lease; a further load holds its blocks until its stream ends."""
     lease_ms: int = 300_000

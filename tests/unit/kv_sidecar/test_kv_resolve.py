@@ -49,7 +49,7 @@ class Pods:
 
         async def num_waiters() -> int:
             assert not asked.done()
-            return refs.num_waiters
+            return sum(len(ref.waiters) for ref in refs)
 
         await until(num_waiters, is_so=bool, what="the question waits")
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, ContextDeleted
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.accounts import LoadReports
@@ -26,25 +25,6 @@ async def test_of_the_names_that_were_deleted_the_oldest_may_be_saved_again(tmp_
         assert await kv.catalog.prepare_save(first)
         with pytest.raises(ContextDeleted):
             await kv.catalog.prepare_save(second)
-
-
-async def test_one_more_than_may_wait_for_a_seal_or_a_report_gets_no_wait(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path, clock=ManualClock(), max_waiters=1) as kv:
-        kv.sidecar.reports = LoadReports(kv.clock, max_waiters=1)
-        new = new_save(PROMPT, now_ms=kv.clock.now_ms())
-        await kv.catalog.prepare_save(new)
-        waiting = [
-            asyncio.create_task(kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=600)),
-            asyncio.create_task(kv.sidecar.reports.get("a", timeout_s=600)),
-        ]
-        await asyncio.sleep(0)
-
-        assert await kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=600) is None
-        with pytest.raises(CacheRefNotFound):
-            await kv.sidecar.reports.get("a", timeout_s=600)
-        for task in waiting:
-            task.cancel()
-        await asyncio.wait(waiting)
 
 
 async def test_the_newest_reports_are_kept(tmp_path: Path) -> None:
