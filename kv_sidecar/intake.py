@@ -21,7 +21,7 @@ from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from kv_sidecar.blocks import Blocks
 from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.format.manifest import all_keys, block_key, block_meta
+from kv_sidecar.format.manifest import block_key, block_meta
 from kv_sidecar.refs import Phase, Ref, Refs
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.saves import (
@@ -94,9 +94,10 @@ class Intake:
         if ref.save is not save:
             raise ContextDeleted("the save has ended")
         end = max(save.num_sent.get(more.rank, 0), more.first_token + len(more.token_ids))
-        num_files, num_held = save.num_files(end), save.num_files(save.num_sent.get(more.rank, 0))
+        num_files, held = save.num_files(end), save.keys.get(more.rank, [])
         first = more.first_token // save.block_tokens if more.early else 0
-        keys = {index: block_key(save.manifest, index, more.rank) for index in range(min(first, num_held), num_files)}
+        new = [block_key(save.manifest, index, more.rank) for index in range(len(held), num_files)]
+        keys = held + new
         missing = tuple(
             index
             for index in range(first, num_files)
@@ -104,9 +105,9 @@ class Intake:
         )
         if missing:
             self._blocks.check_tenant(save.new.tenant)
-        save.num_sent[more.rank] = end
+        save.num_sent[more.rank], save.keys[more.rank] = end, keys
         save.deadline_ms = self._deadline_ms()
-        self._blocks.hold((keys[index] for index in range(num_held, num_files)), "save")
+        self._blocks.hold(new, "save")
         if not more.early:
             self._runtime.metrics.saves.inc()
         return PreparedSave(missing, num_files)
@@ -154,7 +155,7 @@ class Intake:
         ref = self._owner(cache_ref)
         save = _save_of(ref)
         is_all = save.is_whole and save.num_sent.get(rank) == len(save.manifest.token_ids)
-        if not is_all or not all(self._blocks.get(key).vouched for key in save.keys(rank)):
+        if not is_all or not all(self._blocks.get(key).vouched for key in save.keys[rank]):
             raise SaveIncomplete("a block of this rank is missing")
         save.sealed.add(rank)
         return (ref, save) if len(save.sealed) == save.new.world_size else None
@@ -168,7 +169,7 @@ class Intake:
             if ref.phase is Phase.SEALED:
                 return None
             raise ContextDeleted("the save was dropped")
-        blocks = [self._blocks.get(key) for key in all_keys(save.manifest)]
+        blocks = [self._blocks.get(key) for rank in range(save.new.world_size) for key in save.keys[rank]]
         sizes = [block.stored_bytes or 0 for block in blocks]
         checksums = tuple([block.vouched for block in blocks])
         if not all(sizes) or not all(checksums):
@@ -178,8 +179,8 @@ class Intake:
 
     def let_go(self, save: Save) -> list[BlockKey]:
         """Give up the blocks that a save counted on; return those that nothing refers to now. Idempotent."""
-        keys = [key for rank in save.num_sent for key in save.keys(rank)]
-        save.num_sent = {}
+        keys = [key for held in save.keys.values() for key in held]
+        save.num_sent, save.keys = {}, {}
         return self._blocks.let_go(keys, "save")
 
     def end(self, ref: Ref, save: Save, reason: str, *, is_final: bool = True) -> list[BlockKey]:

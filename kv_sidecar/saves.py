@@ -17,7 +17,7 @@ from contextcache.names import (
     check_tenant,
 )
 from kv_sidecar.format.ids import BlockKey, check_fingerprint_text, pack_token_ids
-from kv_sidecar.format.manifest import MAX_WORLD_SIZE, block_key, check_groups, context_files, next_files
+from kv_sidecar.format.manifest import MAX_WORLD_SIZE, check_groups, context_files, next_files
 
 Source: TypeAlias = Literal["", "peer", "object"]
 """Origin of KV that a pull brings; empty: the engine of this pod."""
@@ -142,6 +142,8 @@ class Save:
     """Whether all tokens are announced; otherwise these are files ahead of the save."""
     num_sent: dict[int, int] = field(default_factory=dict)
     """Tokens that each rank has announced."""
+    keys: dict[int, list[BlockKey]] = field(default_factory=dict)
+    """Keys of the files that each rank has announced."""
     sealed: set[int] = field(default_factory=set)
     """Ranks that have sealed."""
     num_announcing: int = 0
@@ -205,11 +207,6 @@ class Save:
         """Return the number of files of a rank that has announced so many tokens."""
         is_all = self.is_whole and num_tokens == len(self.manifest.token_ids)
         return len(self.manifest.files) if is_all else num_tokens // self.block_tokens
-
-    def keys(self, rank: int) -> list[BlockKey]:
-        """Return the keys of the files that a rank has announced."""
-        num_files = self.num_files(self.num_sent.get(rank, 0))
-        return [block_key(self.manifest, index, rank) for index in range(num_files)]
 
 
 def _grows(groups: Sequence[KVGroup]) -> bool:
