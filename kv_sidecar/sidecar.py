@@ -97,17 +97,17 @@ class Sidecar:
         limits = settings.collector_limits()
         self._shared_collector = None if self.shared is None else SharedCollector(self.shared, self.runtime, limits)
         self.engine = EngineRanks()
-        self._pull_slots = asyncio.Semaphore(STREAMS_MAX)
-        """Block files in memory, apart from those of saves: a peer that hangs must not hold up the engine."""
+        # Block files in memory, apart from those of saves: a peer that hangs must not hold up the engine.
+        slots = asyncio.Semaphore(STREAMS_MAX)
         self.pulls = Pulls(
             self.catalog,
             self.runtime,
             self.engine,
             PeerRules(settings.peers),
             settings.pull_limits(),
-            connect_peer or self._connect_peer,
+            connect_peer or partial(PeerSidecar, limits=settings.pull_limits(), slots=slots, tls=self.tls),
             self.shared,
-            None if self.shared is None else StoredPeer(self.shared, self._pull_slots),
+            None if self.shared is None else StoredPeer(self.shared, slots),
         )
         self.prefixes = Prefixes(self.pulls)
         self.resolver = Resolver(self.prefixes)
@@ -261,16 +261,6 @@ class Sidecar:
         if self.shared is not None:
             left = await self.shared.flush(self.settings.handover_s)
             log.info("contexts written to the shared store", extra={"num_left": left})
-
-    def _connect_peer(self, address: str, timeout_s: float) -> PeerSidecar:
-        return PeerSidecar(
-            address,
-            timeout_s=timeout_s,
-            limits=self.settings.pull_limits(),
-            slots=self._pull_slots,
-            limit_bytes=BLOCK_BYTES_MAX,
-            tls=self.tls,
-        )
 
     def _open_stores(self) -> None:
         self.directory.on_quarantined = self.metrics.quarantined.inc

@@ -29,6 +29,7 @@ from kv_sidecar.format.manifest import block_key, with_files
 from kv_sidecar.moving.pulling import PulledFile, PullLimits
 from kv_sidecar.sealed.prefixes import Found, PrefixQuestion, common
 from kv_sidecar.store.writer import SharedTier
+from kv_sidecar.tiers.store import BLOCK_BYTES_MAX
 
 STREAMS_MAX = 4
 """Block files assembled from frames at once; further streams wait. Each holds up to 256 MiB."""
@@ -44,21 +45,19 @@ class PeerSidecar:
     def __init__(
         self,
         address: str,
-        *,
         timeout_s: float,
+        *,
         limits: PullLimits,
         slots: asyncio.Semaphore,
-        limit_bytes: int,
         tls: WatchedTls | None = None,
     ) -> None:
-        """`address` is `host:port`; `slots` bound how many block files, each up to `limit_bytes`, are held at once."""
+        """`address` is `host:port`; `slots` bound how many block files are held at once."""
         # The resolver is named, so that no host name can be read as the scheme of another kind of address.
         self._channel = open_channel(f"dns:///{address}", tls=tls)
         self._stub: pb_grpc.KVSidecarServiceAsyncStub = pb_grpc.KVSidecarServiceStub(self._channel)
         self._timeout_s = timeout_s
         self._limits = limits
         self._slots = slots
-        self._limit_bytes = limit_bytes
 
     async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
         """See pulling.Peer."""
@@ -98,7 +97,7 @@ class PeerSidecar:
         call: Any = self._stub.LoadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
         wanted = list(block_indices)
         try:
-            with closing(FrameAssembly(self._slots, limit_bytes=self._limit_bytes)) as frames:
+            with closing(FrameAssembly(self._slots, limit_bytes=BLOCK_BYTES_MAX)) as frames:
                 async for response in call:
                     if not wanted:
                         raise CorruptBlock("the peer sent more blocks than the pull requested")

@@ -384,7 +384,7 @@ class Tiers:
             elif (slot := self.memory.allocate(block.disk_bytes or 0)) is not None:
                 mine.append((it, block, slot))
         with self.blocks.step("read", *(block for _, block, _ in mine)):
-            are_read = await self._threads.run(self._read_files, mine) if mine else []
+            are_read = await self._threads.run(lambda: [self._read_file(*it) for it in mine]) if mine else []
             for (_, block, slot), is_read in zip(mine, are_read, strict=True):
                 if is_read:
                     self.blocks.keep_copy(block, slot, is_from_disk=True)
@@ -393,11 +393,8 @@ class Tiers:
         for other in others:
             await other.wait()
 
-    def _read_files(self, wanted: Sequence[tuple[_Wanted, Block, Slot]]) -> list[bool]:
-        """Read files into slots by the word of their heads; return which were. Runs in a thread."""
-        return [self._read_file(it, block, slot) for it, block, slot in wanted]
-
     def _read_file(self, it: _Wanted, block: Block, slot: Slot) -> bool:
+        """Read a file into a slot by the word of its head; return whether it was. Runs in a thread."""
         room, began_s = self.memory.view(slot), perf_counter()
         try:
             self.disk.read_into(block.key, room)

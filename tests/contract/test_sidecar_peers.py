@@ -37,7 +37,6 @@ class TestPeerOverGrpc(SidecarPeerContract):
             timeout_s=10,
             limits=PullLimits(1, bytes_per_s_min=1 << 30, manifest_timeout_s=10),
             slots=asyncio.Semaphore(1),
-            limit_bytes=1 << 20,
         )
         yield peer
         await peer.close()

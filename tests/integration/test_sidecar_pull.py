@@ -300,7 +300,7 @@ async def test_a_pull_of_what_is_here_is_answered_as_present(start_node) -> None
 )
 async def test_a_peer_that_does_not_keep_to_the_protocol_is_not_believed(start_node, monkeypatch, lie: str) -> None:
     there = await start_node("there")
-    monkeypatch.setattr("kv_sidecar.sidecar.BLOCK_BYTES_MAX", 4096)
+    monkeypatch.setattr("kv_sidecar.moving.peer.BLOCK_BYTES_MAX", 4096)
     here = await start_node("here")
     new = await there.kv.save(PROMPT)
     manifest = await there.kv.catalog.open(TENANT, new.cache_ref)

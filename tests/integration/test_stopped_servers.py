@@ -190,7 +190,6 @@ async def test_a_sidecar_s_question_to_a_stopped_peer_ends_by_its_deadline() -> 
             timeout_s=DEADLINE_S,
             limits=PullLimits(1, bytes_per_s_min=1, manifest_timeout_s=DEADLINE_S),
             slots=asyncio.Semaphore(1),
-            limit_bytes=1,
         )
         question = PrefixQuestion(TENANT, FINGERPRINT, LARGE, 1)
 

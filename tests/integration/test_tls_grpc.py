@@ -180,7 +180,6 @@ async def test_clients_refuse_servers_that_are_not_of_the_deployment(server, cer
             timeout_s=DEADLINE_S,
             limits=PullLimits(1, bytes_per_s_min=1 << 30, manifest_timeout_s=DEADLINE_S),
             slots=asyncio.Semaphore(1),
-            limit_bytes=1,
             tls=ours,
         )
 
@@ -206,7 +205,6 @@ async def test_parts_of_a_deployment_understand_each_other(certificates, tmp_pat
             timeout_s=DEADLINE_S,
             limits=PullLimits(1, bytes_per_s_min=1 << 30, manifest_timeout_s=DEADLINE_S),
             slots=asyncio.Semaphore(1),
-            limit_bytes=1,
             tls=ours,
         )
 
