@@ -27,8 +27,7 @@ from contextcache.model import MAX_TTL_S, CacheRef, Manifest, SessionId, TenantI
 from contextcache.names import KEPT_PREFIX, OBJECT_PREFIX
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_STORED_BLOCKS
-from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.format.manifest import encode_manifest
+from kv_sidecar.format.manifest import encode_manifest, num_files
 from kv_sidecar.recent import RecentNames
 from kv_sidecar.retention import GROUP_MAX
 from kv_sidecar.runtime import Runtime
@@ -275,10 +274,10 @@ class SharedTier:
         session, known = (record.tenant, record.session_id), self.stored.known
         if await self._has_lost(session):
             known.forget(session)
-        names = {it: it.file_name if key is None else key.hidden(it.file_name) for it in record.keys}
+        names = [it.file_name if key is None else key.hidden(it.file_name) for it in record.keys]
         absent: set[int] = set()
         try:
-            await each(names.items(), lambda it: self._hold(record, *it, key, absent), at_once=_AT_ONCE)
+            await each(enumerate(names), lambda it: self._hold(record, manifest, *it, key, absent), at_once=_AT_ONCE)
         except _GivesWayError:
             if not known.of(session).last:
                 # Its rest may wait for long, and nothing tells the collector to wait for it.
@@ -292,7 +291,7 @@ class SharedTier:
             known.of(session).doubt()  # blocks leave with it; those that this pod removed are known
         await self.stored.put(manifest_name(record.tenant, record.cache_ref), data, key)
         known.of(session).last = record.cache_ref
-        if not known.of(session).is_trusted(names.values()):
+        if not known.of(session).is_trusted(names):
             self.write_soon(record, again=True)  # some left the store meanwhile
         if record.is_kept:
             self._tidy_soon(session)
@@ -303,14 +302,22 @@ class SharedTier:
         return bool(last) and not await self.stored.has_manifest(session[0], last)
 
     async def _hold(
-        self, record: ManifestRecord, block: BlockKey, file_name: str, key: TenantKey | None, absent: set[int]
+        self,
+        record: ManifestRecord,
+        manifest: Manifest,
+        position: int,
+        file_name: str,
+        key: TenantKey | None,
+        absent: set[int],
     ) -> None:
         """Hold a block for a session, and write it unless it is there.
 
-        `absent`: ranks with a block that was not there. Blocks form a chain: the next ones are not looked for, and a
-        second write of a block changes nothing. Raises CacheRefNotFound if it is removed here meanwhile.
+        `position`: of the block among the files of all ranks. `absent`: ranks with a block that was not there. Blocks
+        form a chain: the next ones are not looked for, and a second write of a block changes nothing. Raises
+        CacheRefNotFound if it is removed here meanwhile.
         """
         session = (record.tenant, record.session_id)
+        rank, index = divmod(position, num_files(manifest))
         self._check_not_deleted(record)
         if self.stored.known.of(session).is_trusted([file_name]):
             return
@@ -319,9 +326,9 @@ class SharedTier:
         self.stored.known.begin(session, file_name)
         name = block_name(record.tenant, file_name)
         await self.stored.objects.put(holder_name(record.tenant, file_name, record.session_id), b"")
-        if block.rank in absent or await self.stored.objects.head(name) is None:
-            absent.add(block.rank)
-            data = await self.stored.local.tiers.copy(block)
+        if rank in absent or await self.stored.objects.head(name) is None:
+            absent.add(rank)
+            data = await self.stored.local.tiers.copy(manifest, rank, index)
             if data is None:
                 raise CacheRefNotFound("the block is no longer stored")
             await self._pace(len(data))

@@ -251,28 +251,13 @@ class Tiers:
             self._metrics.hits.labels(tier).inc(num_blocks)
         return group
 
-    async def copy(self, key: BlockKey) -> Buffer | None:
-        """Return a copy of a stored file that still has its vouched checksum; None: there is none."""
-        return await self._threads.finish(self._copied(key))
-
-    async def _copied(self, key: BlockKey) -> Buffer | None:
-        block = await self.blocks.settled(key)
-        if not block.is_stored or not block.checksum:
-            return None
-        with self.blocks.step("read", block):
-            try:
-                return await self._threads.run(self._read_copy, block)
-            except (CorruptBlock, SidecarUnavailable, OSError):
-                return None
-
-    def _read_copy(self, block: Block) -> Buffer:
-        room = memoryview(bytearray(block.disk_bytes or 0))
-        self.disk.read_into(block.key, room)
-        file = parse_block_file(room)
-        file.verify()
-        if file.checksum != block.checksum:
-            raise CorruptBlock("the file has another checksum")
-        return room
+    async def copy(self, manifest: Manifest, rank: int, block_index: int) -> Buffer | None:
+        """Return a copy of a stored file that has its manifest's checksum; None: there is none."""
+        [it] = _wanted(manifest, rank, [block_index])
+        if it.vouched:
+            with suppress(CorruptBlock, CacheRefNotFound, SidecarUnavailable):
+                return (await self._threads.finish(self._look(it, in_slots=False, is_kept=False))).data
+        return None
 
     async def read_ahead(self, manifest: Manifest) -> None:
         """Bring the blocks that loads of a context will ask for from disk into memory, up to half of its size."""
@@ -415,8 +400,8 @@ class Tiers:
         block.is_from_disk = False
         return FetchedBlock(it.block_index, tier, it.vouched, slot, data)
 
-    async def _look(self, it: _Wanted, *, in_slots: bool) -> FetchedBlock:
-        """Serve one block, every byte compared: from memory, else from disk by way of memory."""
+    async def _look(self, it: _Wanted, *, in_slots: bool, is_kept: bool = True) -> FetchedBlock:
+        """Serve one block, every byte compared: from memory, else from disk by way of memory if it `is_kept` there."""
         block = await self.blocks.settled(it.key)
         if not block.is_stored:
             raise CacheRefNotFound(_MISSING)
@@ -432,10 +417,10 @@ class Tiers:
                     self.blocks.drop_copy(block)
                 finally:
                     self.memory.unpin(slot)
-            return await self._look_on_disk(it, block, in_slots=in_slots)
+            return await self._look_on_disk(it, block, in_slots=in_slots, is_kept=is_kept)
 
-    async def _look_on_disk(self, it: _Wanted, block: Block, *, in_slots: bool) -> FetchedBlock:
-        slot = self.memory.allocate(block.disk_bytes or 0)
+    async def _look_on_disk(self, it: _Wanted, block: Block, *, in_slots: bool, is_kept: bool) -> FetchedBlock:
+        slot = self.memory.allocate(block.disk_bytes or 0) if is_kept else None
         if slot is None and in_slots:
             raise StorageFull("leased and lent slots leave no room in the memory tier")
         room = memoryview(bytearray(block.disk_bytes or 0)) if slot is None else self.memory.view(slot)
@@ -449,7 +434,8 @@ class Tiers:
         except OSError as exc:
             raise SidecarUnavailable("the disk cannot be read") from exc
         else:
-            fetched = self._served(it, block, slot=slot if in_slots else None, data=b"" if in_slots else bytes(room))
+            data = b"" if in_slots else room if slot is None else bytes(room)
+            fetched = self._served(it, block, slot=slot if in_slots else None, data=data)
             if slot is not None:
                 self.blocks.keep_copy(block, slot)
             return fetched

@@ -15,6 +15,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
 from contextcache.model import HeldCacheRef
 from kv_sidecar.crash_points import AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
+from kv_sidecar.format.manifest import block_key
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.store import stored_kv, writer
 from kv_sidecar.store.collector import COLLECTOR
@@ -344,10 +345,11 @@ async def test_a_write_that_was_given_up_keeps_its_bytes(pod, monkeypatch):
             await put(name, data)
 
         store.put = give_up
-        await kv.save(TEN)
+        new = await kv.save(TEN)
         await written(kv)
-        for key in kv.block_files():
-            assert await copy(key) == kv.path_of(key).read_bytes()
+        manifest = await kv.catalog.open(TENANT, new.cache_ref)
+        for index in range(len(manifest.files)):
+            assert await copy(manifest, 0, index) == kv.path_of(block_key(manifest, index, 0)).read_bytes()
         if kv.settings.store_keys_file is None:
             files = {kv.path_of(key).read_bytes() for key in kv.block_files()}
             assert {bytes(each) for each in given_up} <= files
