@@ -30,7 +30,7 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
     sidecar = Sidecar(settings, clock=SystemClock(), registry=registry)
     tracer = tracer_of(settings, part="sidecar", on_lost=sidecar.metrics.lost_spans.inc)
     await sidecar.open()
-    sidecar.collector.start()
+    sidecar.start_collecting()
     for shortage in settings.shortages():
         log.warning(shortage)
     try:

@@ -329,40 +329,25 @@ class Leases:
             self.end(lease_id, "expired")
 
 
-class Collector:
-    """Makes each pass every `interval_s` until `stop`, and waits for none with another; owns their tasks."""
+async def collect_forever(
+    collect: Callable[[], Awaitable[Removed]], *, interval_s: float, metrics: SidecarMetrics, is_timed: bool
+) -> None:
+    """Make a pass every `interval_s`, the first at once, for what the last process left.
 
-    def __init__(self, *collect: Callable[[], Awaitable[Removed]], interval_s: float, metrics: SidecarMetrics) -> None:
-        """`collect`: the passes; the first one's time is shown."""
-        self._collect = collect
-        self._interval_s = interval_s
-        self._metrics = metrics
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def start(self) -> None:
-        """Begin; the first passes come at once, for what the last process left."""
-        self._tasks = [asyncio.create_task(self._run(collect)) for collect in self._collect]
-
-    async def stop(self) -> None:
-        """End the tasks and wait for them."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _run(self, collect: Callable[[], Awaitable[Removed]]) -> None:
-        while True:
-            began_s = time.time()
-            try:
-                removed = await collect()
-            except Exception:
-                # The loop must live: what failed now is tried again in the next pass.
-                self._metrics.collector_failures.inc()
-                log.exception("collector pass failed")
-            else:
-                if collect == self._collect[0]:
-                    self._metrics.last_collect.set(began_s)
-                if removed.num_manifests or removed.freed_bytes:
-                    fields = {"num_contexts": removed.num_manifests, "freed_bytes": removed.freed_bytes}
-                    log.info("collected", extra=fields)
-            await asyncio.sleep(self._interval_s)
+    `is_timed`: a metric shows the time of the last complete pass.
+    """
+    while True:
+        began_s = time.time()
+        try:
+            removed = await collect()
+        except Exception:
+            # The loop must live: what failed now is tried again in the next pass.
+            metrics.collector_failures.inc()
+            log.exception("collector pass failed")
+        else:
+            if is_timed:
+                metrics.last_collect.set(began_s)
+            if removed.num_manifests or removed.freed_bytes:
+                fields = {"num_contexts": removed.num_manifests, "freed_bytes": removed.freed_bytes}
+                log.info("collected", extra=fields)
+        await asyncio.sleep(interval_s)

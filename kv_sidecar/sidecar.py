@@ -28,7 +28,7 @@ from kv_sidecar.moving.pulling import ConnectPeer, EngineRanks, PeerRules, Pulls
 from kv_sidecar.orphans import ManagerQuestions, Orphans
 from kv_sidecar.refs import Refs
 from kv_sidecar.resolve import Resolver
-from kv_sidecar.retention import Collector, Removed
+from kv_sidecar.retention import Removed, collect_forever
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.manifests import Manifests
 from kv_sidecar.settings import SidecarSettings
@@ -119,9 +119,7 @@ class Sidecar:
             after_ms = round(settings.orphan_after_s * 1000)
             self._orphans = Orphans(self._manager, self.runtime, manifests.written_at_ms, after_ms)
         self._meter = None if self._questions is None else UsageMeter(self._questions, clock)
-        self.collector = Collector(
-            self.collect, self.collect_shared, interval_s=settings.collect_interval_s, metrics=self.metrics
-        )
+        self._passes: list[asyncio.Task[None]] = []
         self._show_room()
 
     def _open_shared(self) -> SharedTier:
@@ -170,7 +168,9 @@ class Sidecar:
     async def close(self) -> None:
         """End pulls, stop collecting, finish running steps and release the data directory."""
         await self.drain()
-        await self.collector.stop()
+        for task in self._passes:
+            task.cancel()
+        await asyncio.gather(*self._passes, return_exceptions=True)
         if self.shared is not None:
             await self.shared.close()
         if self._questions is not None:
@@ -184,6 +184,12 @@ class Sidecar:
     async def drain(self) -> None:
         """Fetch nothing more. Idempotent."""
         await self.pulls.close()
+
+    def start_collecting(self) -> None:
+        """Make both passes at intervals until `close`. None waits for the other."""
+        forever = partial(collect_forever, interval_s=self.settings.collect_interval_s, metrics=self.metrics)
+        steps = forever(self.collect, is_timed=True), forever(self.collect_shared, is_timed=False)
+        self._passes = [asyncio.create_task(step) for step in steps]
 
     async def collect(self) -> Removed:
         """Make one pass: remove unreachable blocks and manifests, unannounced and unfinished files and old reports.

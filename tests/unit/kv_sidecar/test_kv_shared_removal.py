@@ -648,7 +648,7 @@ async def test_what_is_here_is_collected_while_the_store_takes_its_time(pod, tmp
         await kv.save(TEN, session_id="ctx_1")
         await written(kv)
         held = Held(kv.sidecar.shared.stored.objects, "head", COLLECTOR)
-        kv.sidecar.collector.start()
+        kv.sidecar.start_collecting()
         await held.has_come.wait()
         clock.advance(s=2 * HOUR_S)
         await kv.sidecar.collect()

@@ -25,8 +25,9 @@ from kv_sidecar.format.ids import check_fingerprint, differences, require_finger
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.moving.peer import FrameAssembly
 from kv_sidecar.recent import RecentNames
-from kv_sidecar.retention import Collector, Removed
+from kv_sidecar.retention import Removed, collect_forever
 from kv_sidecar.settings import SidecarSettings
+from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.tiers.store import IoThreads
 
 PLACE = ("ref_" + "0" * 32, 0, 0)
@@ -256,16 +257,17 @@ async def test_the_collector_lives_on_after_a_pass_that_broke_off() -> None:
         second.set()
         return Removed(1, 2)
 
-    collector = Collector(collect, interval_s=0.001, metrics=metrics)
-    collector.start()
+    passing = asyncio.create_task(collect_forever(collect, interval_s=0.001, metrics=metrics, is_timed=True))
     await asyncio.wait_for(second.wait(), 10)
-    await collector.stop()
-    await collector.stop()
+    passing.cancel()
+    await asyncio.wait([passing])
 
     assert registry.get_sample_value("contextcache_sidecar_collector_failures_total") == 1
 
 
-async def test_no_pass_of_the_collector_waits_for_another_and_only_the_first_one_s_time_is_shown() -> None:
+async def test_no_pass_of_the_collector_waits_for_another_and_only_the_first_one_s_time_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry = CollectorRegistry()
     came = asyncio.Event()
     passes = 0
@@ -281,10 +283,14 @@ async def test_no_pass_of_the_collector_waits_for_another_and_only_the_first_one
             came.set()
         return Removed(0, 0)
 
-    collector = Collector(hangs, beside, interval_s=0.001, metrics=SidecarMetrics(registry))
-    collector.start()
+    settings = SidecarSettings(data_dir=tmp_path, memory_limit_bytes=0, collect_interval_s=0.001)
+    sidecar = Sidecar(settings, clock=ManualClock(), registry=registry)
+    monkeypatch.setattr(sidecar, "collect", hangs)
+    monkeypatch.setattr(sidecar, "collect_shared", beside)
+    await sidecar.open()
+    sidecar.start_collecting()
     await asyncio.wait_for(came.wait(), 10)
-    await collector.stop()
+    await sidecar.close()
 
     assert registry.get_sample_value("contextcache_sidecar_last_collect_timestamp_seconds") == 0
 
