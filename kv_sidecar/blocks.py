@@ -39,6 +39,8 @@ A small filesystem has the shares of bytes instead.
 class BlockPhase(Enum):
     """State of a block's file on disk."""
 
+    __hash__ = object.__hash__  # of the identity, not of the name: each step of each block looks its phase up
+
     NEW = "new"
     """Not on disk. A record in this phase exists only while a save refers to it."""
     WRITING = "writing"
@@ -373,7 +375,7 @@ class Blocks:
         return Shortage(self._used[tenant] + size_bytes - limit_bytes if limit_bytes else 0)
 
     def _refer(self, block: Block, who: Holder, change: int) -> None:
-        is_counted = who in ("manifest", "kept")
+        is_counted = who == "kept" or (who == "manifest" and block.refs.kept)
         if is_counted:
             self._count_kept(block, -1)
         setattr(block.refs, who, getattr(block.refs, who) + change)

@@ -159,12 +159,12 @@ class ContextCatalog:
             save.num_announcing -= 1
 
     async def lend(self, borrower: str, places: Sequence[tuple[Place, int]], *, timeout_s: float) -> list[LentSlot]:
-        """Lend slots for files of saves in flight, with their sizes in bytes: for the first files, as many as fit now.
+        """Lend slots for files of one rank's save, with their sizes in bytes: for the first files, as many as fit now.
 
         Waits at most `timeout_s` for the first one. Raises InvalidRequest, SaveIncomplete, ContextDeleted.
         """
-        for place, _ in places:
-            self._intake.save_with(place.cache_ref, place.rank, [place.block_index])
+        first, _ = places[0]
+        self._intake.save_with(first.cache_ref, first.rank, [place.block_index for place, _ in places])
         lent: list[LentSlot] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -98,11 +98,11 @@ class Intake:
         first = more.first_token // save.block_tokens if more.early else 0
         new = [block_key(save.manifest, index, more.rank) for index in range(len(held), num_files)]
         keys = held + new
-        missing = tuple(
+        missing = [
             index
             for index in range(first, num_files)
             if keys[index].kind == "tail" or not self._blocks.get(keys[index]).vouched
-        )
+        ]
         if missing:
             self._blocks.check_tenant(save.new.tenant)
         save.num_sent[more.rank], save.keys[more.rank] = end, keys
@@ -110,7 +110,7 @@ class Intake:
         self._blocks.hold(new, "save")
         if not more.early:
             self._runtime.metrics.saves.inc()
-        return PreparedSave(missing, num_files)
+        return PreparedSave(tuple(missing), num_files)
 
     def refuse(self, new: NewSave, error: BaseException) -> None:
         """End a save that was refused to its only rank so far: nothing waits for a save that will not come."""

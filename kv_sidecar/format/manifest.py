@@ -224,7 +224,7 @@ def rank_keys(manifest: Manifest, rank: int) -> tuple[BlockKey, ...]:
 
 def all_keys(manifest: Manifest) -> tuple[BlockKey, ...]:
     """Return the keys of all files of all ranks."""
-    return tuple(key for rank in range(manifest.world_size) for key in rank_keys(manifest, rank))
+    return tuple([key for rank in range(manifest.world_size) for key in rank_keys(manifest, rank)])
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

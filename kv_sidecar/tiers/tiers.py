@@ -168,7 +168,7 @@ class Tiers:
         found = [(it, self.blocks.get(it.key)) for it in files]
         new = [(it, block) for it, block in found if not block.vouched]
         tenant, size_bytes = files[0].expected.tenant, sum([len(it.data) for it, _ in new])
-        with self.blocks.reserved(tenant, size_bytes), self.blocks.step("write", *(block for _, block in new)):
+        with self.blocks.reserved(tenant, size_bytes), self.blocks.step("write", *[block for _, block in new]):
             for it, block in new:
                 it.is_new, it.disk_bytes = True, block.disk_bytes
                 it.slot = it.slot or self.memory.allocate(len(it.data))
@@ -368,7 +368,7 @@ class Tiers:
                 others.append(block.over)
             elif (slot := self.memory.allocate(block.disk_bytes or 0)) is not None:
                 mine.append((it, block, slot))
-        with self.blocks.step("read", *(block for _, block, _ in mine)):
+        with self.blocks.step("read", *[block for _, block, _ in mine]):
             are_read = await self._threads.run(lambda: [self._read_file(*it) for it in mine]) if mine else []
             for (_, block, slot), is_read in zip(mine, are_read, strict=True):
                 if is_read:
