@@ -37,10 +37,11 @@ from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.ids import BlockKey, require_fingerprint
 from kv_sidecar.format.manifest import block_key, num_files
 from kv_sidecar.intake import Intake
+from kv_sidecar.limits import Limits
 from kv_sidecar.refs import PENDING, Phase, Ref, Refs
 from kv_sidecar.retention import Leases, LeaseTerms, Removed, Retention, keys_of
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.saves import CatalogLimits, FailedSave, MoreTokens, NewSave, PreparedSave, Save
+from kv_sidecar.saves import FailedSave, MoreTokens, NewSave, PreparedSave, Save
 from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
 from kv_sidecar.sealed.prefixes import Found, PrefixQuestion
 from kv_sidecar.tiers.memory import LentSlot, Place
@@ -88,9 +89,7 @@ class ForkTerms:
 class ContextCatalog:
     """All contexts of one sidecar. Used from one event loop."""
 
-    def __init__(
-        self, runtime: Runtime, refs: Refs, *, tiers: Tiers, manifests: Manifests, limits: CatalogLimits
-    ) -> None:
+    def __init__(self, runtime: Runtime, refs: Refs, *, tiers: Tiers, manifests: Manifests, limits: Limits) -> None:
         self.refs = refs
         self.tiers = tiers
         self.manifests = manifests

@@ -22,13 +22,13 @@ from kv_sidecar.blocks import Blocks
 from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_key, block_meta
+from kv_sidecar.limits import Limits
 from kv_sidecar.refs import Phase, Ref, Refs
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.saves import (
     HOLD_DEADLINE,
     PULL_FAILED,
     SAVE_DEADLINE,
-    CatalogLimits,
     FailedSave,
     MoreTokens,
     NewSave,
@@ -43,7 +43,7 @@ REASONS_MAX = 64
 class Intake:
     """All saves in flight. Used from one event loop."""
 
-    def __init__(self, runtime: Runtime, refs: Refs, blocks: Blocks, limits: CatalogLimits) -> None:
+    def __init__(self, runtime: Runtime, refs: Refs, blocks: Blocks, limits: Limits) -> None:
         self._runtime = runtime
         self._refs = refs
         self._blocks = blocks

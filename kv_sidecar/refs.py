@@ -15,7 +15,8 @@ from contextcache.clock import Clock
 from contextcache.errors import ContextDeleted
 from contextcache.model import CacheRef, SessionId, TenantId
 from contextcache.phases import Phases
-from kv_sidecar.saves import CatalogLimits, Save, Source
+from kv_sidecar.limits import Limits
+from kv_sidecar.saves import Save, Source
 
 
 class Phase(Enum):
@@ -101,7 +102,7 @@ class Ref:
 class Refs:
     """All records. An ABSENT ref has a record only while something waits for it."""
 
-    def __init__(self, clock: Clock, limits: CatalogLimits) -> None:
+    def __init__(self, clock: Clock, limits: Limits) -> None:
         self._clock = clock
         self._limits = limits
         self._refs: dict[tuple[TenantId, str], Ref] = {}

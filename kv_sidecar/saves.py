@@ -24,29 +24,6 @@ Source: TypeAlias = Literal["", "peer", "object"]
 
 
 @dataclass(frozen=True, slots=True)
-class CatalogLimits:
-    """Times in ms, counts in entries."""
-
-    block_tokens: int
-    save_deadline_ms: int = 120_000
-    """A save ends if no block arrives for this long. Longer than an engine's pause under load."""
-    max_saves: int = 1024
-    """Saves in flight; a further save is refused. More than an engine has requests."""
-    tombstone_ms: int = 3_600_000
-    """Deleted refs and sessions refuse saves for this long. Longer than any request runs."""
-    max_tombstones: int = 65_536
-    """Deleted names remembered, and as many failed saves, each about 10 MB; the oldest are forgotten first."""
-    spare_ms: int = 300_000
-    """Blocks of an incomplete context stay for this long, for the save that follows its recompute."""
-    max_leases: int = 1024
-    """Loads that hold a lease; a further load holds its blocks until its stream ends."""
-    lease_ms: int = 300_000
-    """Longest life of a lease without an end. Longer than any load takes."""
-    tenant_guarantee_bytes: int = 0
-    """Bytes on disk that saves of other tenants do not evict, for each tenant."""
-
-
-@dataclass(frozen=True, slots=True)
 class NewSave:
     """Announcement of one rank."""
 

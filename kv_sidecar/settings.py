@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.process.settings import TlsSettings, TracingSettings
-from kv_sidecar.moving.leaving import HandOverLimits
-from kv_sidecar.moving.pulling import PeerRules, PullLimits
-from kv_sidecar.saves import CatalogLimits
-from kv_sidecar.store.collector import CollectorLimits
+from kv_sidecar.limits import Limits
+from kv_sidecar.moving.pulling import PeerRules
 from kv_sidecar.store.objects import check_store_url
-from kv_sidecar.store.writer import SharedLimits
 
 _CONTAINER = Path("/sys/fs/cgroup")
 """Files of this process's own container (cgroup v2)."""
@@ -192,31 +190,19 @@ class SidecarSettings(TlsSettings, TracingSettings):
                 f"{self.disk_limit_bytes}, the filesystem of SIDECAR_DATA_DIR has {size_bytes} bytes"
             )
 
-    def limits(self) -> CatalogLimits:
-        """Return the bounds of the catalog."""
-        return CatalogLimits(block_tokens=self.block_tokens, tenant_guarantee_bytes=self.tenant_guarantee_bytes)
+    def limits(self) -> Limits:
+        """Return the bounds of the parts."""
+        return Limits(**self.model_dump(include={field.name for field in fields(Limits)}))
 
-    def shared_limits(self) -> SharedLimits:
-        """Return the bounds of writing to the shared store."""
-        return SharedLimits(bytes_per_s=self.store_bytes_per_s)
+    @property
+    def peer_address(self) -> str:
+        """host:port under which peers reach this sidecar."""
+        return self.handover_address or self.listen
 
-    def handover_limits(self) -> HandOverLimits:
-        """Return the peers that take contexts over when this sidecar ends, and the bounds."""
-        named = (peer for peer in self.peers if ":" in peer and "/" not in peer)
-        return HandOverLimits(
-            timeout_s=self.handover_s,
-            endpoint=self.endpoint_name,
-            address=self.handover_address or self.listen,
-            peers=self.handover_peers or tuple(named),
-        )
-
-    def collector_limits(self) -> CollectorLimits:
-        """Return the bounds of the shared store."""
-        return CollectorLimits(limit_bytes=self.store_limit_bytes, tenant_limit_bytes=self.store_tenant_limit_bytes)
-
-    def pull_limits(self) -> PullLimits:
-        """Return the bounds of pulls."""
-        return PullLimits(block_tokens=self.block_tokens)
+    @property
+    def takers(self) -> tuple[str, ...]:
+        """host:port of the peers that take contexts over; a host may have several addresses."""
+        return self.handover_peers or tuple(peer for peer in self.peers if ":" in peer and "/" not in peer)
 
 
 def _container_bytes() -> int | None:

@@ -87,14 +87,12 @@ class Sidecar:
         self.door: ArenaDoor | None = None
         """Where engines get the arena; None: they send frames."""
         self.tiers = Tiers(blocks=self.blocks, disk=self.disk, memory=self.memory, runtime=self.runtime)
-        refs = Refs(clock, settings.limits())
+        limits = settings.limits()
+        refs = Refs(clock, limits)
         manifests = Manifests(self.directory, self.runtime, self.blocks, refs)
-        self.catalog = ContextCatalog(
-            self.runtime, refs, tiers=self.tiers, manifests=manifests, limits=settings.limits()
-        )
+        self.catalog = ContextCatalog(self.runtime, refs, tiers=self.tiers, manifests=manifests, limits=limits)
         self.shared = self._open_shared() if settings.store_url else None
         """Tier under the disk; None: KV ends with its pod."""
-        limits = settings.collector_limits()
         self._shared_collector = None if self.shared is None else SharedCollector(self.shared, self.runtime, limits)
         self.engine = EngineRanks()
         # Block files in memory, apart from those of saves: a peer that hangs must not hold up the engine.
@@ -104,8 +102,8 @@ class Sidecar:
             self.runtime,
             self.engine,
             PeerRules(settings.peers),
-            settings.pull_limits(),
-            connect_peer or partial(PeerSidecar, limits=settings.pull_limits(), slots=slots, tls=self.tls),
+            limits,
+            connect_peer or partial(PeerSidecar, limits=limits, slots=slots, tls=self.tls),
             self.shared,
             None if self.shared is None else StoredPeer(self.shared, slots),
         )
@@ -125,7 +123,7 @@ class Sidecar:
     def _open_shared(self) -> SharedTier:
         keys = StoreKeys(self.settings.store_keys_file) if self.settings.store_keys_file else None
         stored = StoredKV(ObjectStore(self.settings.store_url), self.catalog, keys, self.metrics)
-        shared = SharedTier(stored, self.runtime, self.settings.shared_limits())
+        shared = SharedTier(stored, self.runtime, self.settings.limits())
         self.catalog.manifests.on_change = shared.learn
         self.metrics.store_waiting.set_function(lambda: shared.num_waiting)
         return shared
@@ -248,8 +246,8 @@ class Sidecar:
 
     async def hand_over(self) -> None:
         """Have peers take over this pod's contexts for a limited time, unless a shared store has them."""
-        limits, questions = self.settings.handover_limits(), self._questions
-        is_possible = limits.endpoint and limits.timeout_s and len(self.catalog.manifests)
+        settings, questions = self.settings, self._questions
+        is_possible = settings.endpoint_name and settings.handover_s and len(self.catalog.manifests)
         if self.shared is not None or questions is None or not is_possible:
             return
         story = Leaving(
@@ -258,7 +256,11 @@ class Sidecar:
             self.metrics,
             connect=lambda address: KVSidecarClient(address, tls=self.tls),
             fingerprint=self.engine.fingerprint,
-            limits=limits,
+            timeout_s=settings.handover_s,
+            endpoint=settings.endpoint_name,
+            address=settings.peer_address,
+            peers=settings.takers,
+            bytes_max=settings.limits().handover_bytes_max,
         )
         log.info("contexts handed over to peers", extra={"num_moved": await story.run()})
 

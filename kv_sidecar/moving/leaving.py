@@ -37,22 +37,6 @@ _SEAL_MS = 30_000
 """Longest wait for a peer to pull and seal one context."""
 
 
-@dataclass(frozen=True, slots=True)
-class HandOverLimits:
-    """Bounds of a hand-over, and its peers."""
-
-    timeout_s: float
-    """Longest time of the hand-over; 0: no hand-over."""
-    endpoint: str
-    """This pod, as sessions name it; empty: no hand-over, because the manager could not name the holder."""
-    address: str
-    """host:port under which peers reach this sidecar."""
-    peers: tuple[str, ...]
-    """host:port of the peers; a host may have several addresses."""
-    bytes_max: int = 16 << 30
-    """Bytes of all contexts together, shared blocks counted with each: peers keep most of their own KV."""
-
-
 @dataclass(slots=True)
 class _Taker:
     """Peer that takes contexts over."""
@@ -73,7 +57,16 @@ class Leaving:
     """Return a client at once."""
     fingerprint: str | None
     """The engine's."""
-    limits: HandOverLimits
+    timeout_s: float
+    """Longest time of the hand-over."""
+    endpoint: str
+    """This pod, as sessions name it."""
+    address: str
+    """host:port under which peers reach this sidecar."""
+    peers: Iterable[str]
+    """host:port of the peers; a host may have several addresses."""
+    bytes_max: int
+    """Bytes of all contexts together, shared blocks counted with each: peers keep most of their own KV."""
     _chosen_bytes: int = 0
     _tried: set[CacheRef] = field(default_factory=set)
 
@@ -82,7 +75,7 @@ class Leaving:
         clients: list[KVSidecarClient] = []
         moved = 0
         try:
-            async with asyncio.timeout(self.limits.timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 peers = await self._peers(clients)
                 while peers and (hottest := self._hottest()):
                     # A few at a time: a context that is saved meanwhile comes before older ones.
@@ -105,8 +98,7 @@ class Leaving:
             if session in seen:
                 continue
             seen.add(session)
-            left_bytes = self.limits.bytes_max - self._chosen_bytes
-            if record.cache_ref in self._tried or (self.limits.bytes_max and record.size_bytes > left_bytes):
+            if record.cache_ref in self._tried or record.size_bytes > self.bytes_max - self._chosen_bytes:
                 continue
             self._chosen_bytes += record.size_bytes
             self._tried.add(record.cache_ref)
@@ -131,17 +123,17 @@ class Leaving:
         tenant, session_id, cache_ref = record.tenant, record.session_id, record.cache_ref
         await self.sessions.note_holder(tenant, session_id, holder=peer.name)
         crash_point(AFTER_HANDOVER_NOTE)
-        if await peer.client.pull_context(tenant, [cache_ref], peer=self.limits.address) == "refused":
+        if await peer.client.pull_context(tenant, [cache_ref], peer=self.address) == "refused":
             return "refused"
         if not (await peer.client.wait_sealed(tenant, cache_ref, timeout_ms=_SEAL_MS)).is_sealed:
             return "failed"
         crash_point(AFTER_HANDOVER_SEAL)
-        await self.sessions.note_holder(tenant, session_id, holder=peer.name, instead_of=self.limits.endpoint)
+        await self.sessions.note_holder(tenant, session_id, holder=peer.name, instead_of=self.endpoint)
         return "moved"
 
     async def _peers(self, clients: list[KVSidecarClient]) -> list[_Taker]:
-        addresses = await _addresses(self.limits.peers)
-        clients += [self.connect(address) for address in sorted(addresses - {self.limits.address})]
+        addresses = await _addresses(self.peers)
+        clients += [self.connect(address) for address in sorted(addresses - {self.address})]
         told = await asyncio.gather(*(client.stats() for client in clients), return_exceptions=True)
         found = []
         for client, stats in zip(clients, told, strict=True):
@@ -150,7 +142,7 @@ class Leaving:
             if isinstance(stats, BaseException):
                 raise stats
             is_alike = set(stats.fingerprints) == {self.fingerprint}
-            if stats.endpoint not in {"", self.limits.endpoint} and is_alike and not stats.draining:
+            if stats.endpoint not in {"", self.endpoint} and is_alike and not stats.draining:
                 found.append(_Taker(stats.endpoint, client))
         return found
 

@@ -26,7 +26,8 @@ from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import trace_metadata
 from kv_sidecar.format.ids import TOKEN_BYTES, pack_token_ids
 from kv_sidecar.format.manifest import block_key, with_files
-from kv_sidecar.moving.pulling import PulledFile, PullLimits
+from kv_sidecar.limits import Limits
+from kv_sidecar.moving.pulling import PulledFile
 from kv_sidecar.sealed.prefixes import Found, PrefixQuestion, common
 from kv_sidecar.store.writer import SharedTier
 from kv_sidecar.tiers.store import BLOCK_BYTES_MAX
@@ -47,7 +48,7 @@ class PeerSidecar:
         address: str,
         timeout_s: float,
         *,
-        limits: PullLimits,
+        limits: Limits,
         slots: asyncio.Semaphore,
         tls: WatchedTls | None = None,
     ) -> None:
@@ -93,7 +94,7 @@ class PeerSidecar:
             rank=rank,
             block_indices=block_indices,
         )
-        timeout_s = self._timeout_s + manifest.size_bytes / self._limits.bytes_per_s_min
+        timeout_s = self._timeout_s + manifest.size_bytes / self._limits.pull_bytes_per_s_min
         call: Any = self._stub.LoadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
         wanted = list(block_indices)
         try:

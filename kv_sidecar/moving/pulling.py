@@ -40,6 +40,7 @@ from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.crash_points import BETWEEN_PULLED_BLOCKS
 from kv_sidecar.format.ids import differences, engine_fingerprint
 from kv_sidecar.format.manifest import block_checksum, check_block_checksums, first_blocks
+from kv_sidecar.limits import Limits
 from kv_sidecar.recent import RecentNames
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.saves import NewSave
@@ -65,22 +66,6 @@ _ANY = "*"
 _HOST = r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\])"
 _ADDRESS = re.compile(_HOST + r":(?P<port>[1-9][0-9]{0,4})", re.ASCII)
 _ENTRY = re.compile(_HOST + r"(?::[1-9][0-9]{0,4})?", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class PullLimits:
-    """Bounds of pulls from peers."""
-
-    block_tokens: int
-    """Least tokens in one block here; a peer with smaller blocks has nothing for us."""
-    max_pulls: int = 8
-    """Pulls at once, half of them for prefixes; a further pull is refused. They share one link and one disk."""
-    timeout_s: float = 10.0
-    """Longest time of one pull, beyond the time of its bytes at the slowest rate. A request may set less."""
-    bytes_per_s_min: int = 50_000_000
-    """Slowest rate of a pull: below half a gigabit, computing is faster."""
-    manifest_timeout_s: float = 1.0
-    """Longest wait for a peer's manifest, which has a few KB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +185,7 @@ class Pulls:
     runtime: Runtime
     engine: EngineRanks
     rules: PeerRules
-    limits: PullLimits
+    limits: Limits
     connect: ConnectPeer
     shared: SharedTier | None
     """Learns of pulled KV; None: there is no store."""
@@ -299,7 +284,7 @@ class Pulls:
             log.info("pull ended", extra={"outcome": outcome, "cache_ref": wanted.names[0], "peer": wanted.peer})
 
     def _timeout_s(self, wanted: Wanted) -> float:
-        return min(wanted.timeout_s or self.limits.timeout_s, self.limits.timeout_s)
+        return min(wanted.timeout_s or self.limits.pull_timeout_s, self.limits.pull_timeout_s)
 
     async def _pull(self, wanted: Wanted, deadline: asyncio.Timeout) -> None:
         # Before the first question: a deletion that comes while the peer answers is one during the pull.
@@ -333,7 +318,7 @@ class Pulls:
         )
         ends_at_s = deadline.when()
         if not wanted.timeout_s and ends_at_s is not None:  # the bytes have their time unless the request names one
-            deadline.reschedule(ends_at_s + ours.size_bytes / self.limits.bytes_per_s_min)
+            deadline.reschedule(ends_at_s + ours.size_bytes / self.limits.pull_bytes_per_s_min)
         await self._save(Transfer(ours, manifest, peer, self.runtime.clock.now_ms()), started_at_ms)
 
     async def _find(self, wanted: Wanted, peer: Peer) -> Manifest:

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 from contextcache.errors import ContextCacheError, CorruptBlock, KeyNotAtHand
 from contextcache.model import MAX_TTL_S, CacheRef, HeldCacheRef, SessionId, TenantId
 from contextcache.names import CACHE_REF_PATTERN, KEPT_PREFIX, prompt_ref
+from kv_sidecar.limits import Limits
 from kv_sidecar.orphans import QUESTION_REFS
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.store.objects import ListedObject, ObjectStore, each
@@ -52,27 +53,13 @@ class _Seen(NamedTuple):
     expires_at_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class CollectorLimits:
-    """Bounds of a pass."""
-
-    limit_bytes: int
-    """Bytes of blocks in the store; the least recently used contexts are evicted first. 0: no limit."""
-    tenant_limit_bytes: int
-    """Bytes of each tenant, counted alike."""
-    grace_s: float = 3600
-    """Age from which an unreferenced object is removed. Longer than the write of any context."""
-    interval_s: float = 900
-    """Time between two passes, over all pods together. A pass lists every object."""
-
-
 @dataclass(slots=True)
 class SharedCollector:
     """Used from one event loop."""
 
     shared: SharedTier
     runtime: Runtime
-    limits: CollectorLimits
+    limits: Limits
     bytes_by_tenant: Mapping[TenantId, int] = field(default_factory=dict)
     """Bytes of blocks in the store, as the last pass of any pod left them."""
     _seen: dict[str, _Seen] = field(default_factory=dict)
@@ -95,7 +82,7 @@ class SharedCollector:
         last = await self.objects.head(COLLECTOR)
         if last is not None:
             await self._hear(last)
-            if now_ms - last.modified_at_ms < self.limits.interval_s * 1000:
+            if now_ms - last.modified_at_ms < self.limits.store_interval_s * 1000:
                 return 0
             self._count_held(now_ms - last.modified_at_ms)
         # Writes the former bytes: other pods see that a pass is in progress.
@@ -122,7 +109,7 @@ class SharedCollector:
 
     def _count_held(self, since_ms: int) -> None:
         # After a longer pause the bytes in between are unknown.
-        seconds = min(max(since_ms, 0) // 1000, 2 * self.limits.interval_s)
+        seconds = min(max(since_ms, 0) // 1000, 2 * self.limits.store_interval_s)
         for tenant, size_bytes in self.bytes_by_tenant.items():
             self._held_kib_s[tenant] += int(size_bytes // 1024 * seconds)
 
@@ -137,7 +124,7 @@ class SharedCollector:
 
     async def _collect(self, tenant: TenantId, orphans: Orphans | None) -> tuple[int, Shelf]:
         # In this order: a later list names whatever is written meanwhile.
-        before_ms = self.runtime.clock.now_ms() - self.limits.grace_s * 1000
+        before_ms = self.runtime.clock.now_ms() - self.limits.store_grace_s * 1000
         listing = _Listing(
             tenant,
             blocks={ref_of(it.name): it async for it in self.objects.listed(f"{tenant}/blocks/")},
@@ -291,12 +278,12 @@ class Shelf:
         return session
 
 
-def evictions(shelves: Mapping[TenantId, Shelf], limits: CollectorLimits) -> list[_Evicted]:
+def evictions(shelves: Mapping[TenantId, Shelf], limits: Limits) -> list[_Evicted]:
     """Take the sessions to be evicted off the shelves: for each tenant's limit, then for the limit of all."""
     gone: list[_Evicted] = []
     for tenant, shelf in shelves.items():
-        gone += _down_to({tenant: shelf}, limits.tenant_limit_bytes)
-    return gone + _down_to(shelves, limits.limit_bytes)
+        gone += _down_to({tenant: shelf}, limits.store_tenant_limit_bytes)
+    return gone + _down_to(shelves, limits.store_limit_bytes)
 
 
 def _down_to(shelves: Mapping[TenantId, Shelf], limit_bytes: int) -> list[_Evicted]:

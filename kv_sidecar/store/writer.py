@@ -28,6 +28,7 @@ from contextcache.names import KEPT_PREFIX, OBJECT_PREFIX
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_STORED_BLOCKS
 from kv_sidecar.format.manifest import encode_manifest, num_files
+from kv_sidecar.limits import Limits
 from kv_sidecar.recent import RecentNames
 from kv_sidecar.retention import GROUP_MAX
 from kv_sidecar.runtime import Runtime
@@ -59,16 +60,6 @@ BACKOFF_S, _BACKOFF_S_MAX = 1.0, 30.0
 _Chore: TypeAlias = tuple[Session, Callable[[], Awaitable[None]]]
 
 
-@dataclass(frozen=True, slots=True)
-class SharedLimits:
-    """Bounds of writing."""
-
-    bytes_per_s: int
-    """Bytes of KV written per second; 0: no limit."""
-    queue_max: int = 100_000
-    """Contexts and kept conversations that wait to be written, about 20 MB. The oldest are dropped, kept ones first."""
-
-
 class _GivesWayError(Exception):
     """A context waits: the kept KV in progress is written after it."""
 
@@ -83,7 +74,7 @@ class SharedTier:
 
     stored: StoredKV
     runtime: Runtime
-    limits: SharedLimits
+    limits: Limits
     _queue: OrderedDict[CacheRef, bool] = field(default_factory=OrderedDict)
     """Contexts, each with whether it is written although the store has it."""
     _kept: OrderedDict[CacheRef, bool] = field(default_factory=OrderedDict)
@@ -112,7 +103,7 @@ class SharedTier:
     _writer: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self._chores = deque(maxlen=self.limits.queue_max)
+        self._chores = deque(maxlen=self.limits.store_queue_max)
         self._idle.set()
 
     # Writing behind.
@@ -142,7 +133,7 @@ class SharedTier:
         queue = self._kept if record.is_kept else self._queue
         queue[record.cache_ref] = again or queue.get(record.cache_ref, False)
         queue.move_to_end(record.cache_ref)
-        if len(self._queue) + len(self._kept) > self.limits.queue_max:
+        if len(self._queue) + len(self._kept) > self.limits.store_queue_max:
             (self._kept or self._queue).popitem(last=False)
             self.runtime.metrics.store_writes.labels("queue_full").inc()
         self._wake()
@@ -341,11 +332,11 @@ class SharedTier:
             raise CacheRefNotFound("the KV was deleted")
 
     async def _pace(self, size_bytes: int) -> None:
-        if self._is_hurried or not self.limits.bytes_per_s:
+        if self._is_hurried or not self.limits.store_bytes_per_s:
             return
         now_s = asyncio.get_running_loop().time()
         begins_s = max(now_s, self._paced_until_s)
-        self._paced_until_s = begins_s + size_bytes / self.limits.bytes_per_s
+        self._paced_until_s = begins_s + size_bytes / self.limits.store_bytes_per_s
         await asyncio.sleep(begins_s - now_s)
 
     # Fetching; moving/pulling.py has the story.
@@ -473,7 +464,7 @@ class SharedTier:
 
     def _tidy_soon(self, group: Session, surplus: Removal | None = None) -> None:
         self._untidy[group] = surplus or self._untidy.get(group)
-        if len(self._untidy) > self.limits.queue_max:
+        if len(self._untidy) > self.limits.store_queue_max:
             self._untidy.popitem(last=False)  # its surplus leaves at its expiry
         self._wake()
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from kv_sidecar.limits import Limits
 from kv_sidecar.moving.peer import PeerSidecar
-from kv_sidecar.moving.pulling import PullLimits
 from kv_sidecar.server import serve
 from tests.contract.sidecar_peer_contract import SidecarPeerContract
 from tests.kit.catalog_peer import CatalogPeer
@@ -35,7 +35,7 @@ class TestPeerOverGrpc(SidecarPeerContract):
         peer = PeerSidecar(
             address,
             timeout_s=10,
-            limits=PullLimits(1, bytes_per_s_min=1 << 30, manifest_timeout_s=10),
+            limits=Limits(block_tokens=1, pull_bytes_per_s_min=1 << 30, manifest_timeout_s=10),
             slots=asyncio.Semaphore(1),
         )
         yield peer

@@ -102,7 +102,7 @@ async def world(tmp_path: Path, valkey, stack: ExitStack) -> AsyncIterator[World
 async def test_a_pod_that_ends_leaves_its_hottest_contexts_to_its_peer_and_the_manager_knows(world: World) -> None:
     there = await world.pod(1)
     # Two of three fit.
-    ends = await world.pod(0, SIDECAR_BOUNDS='{"bytes_max": 5000}')
+    ends = await world.pod(0, SIDECAR_BOUNDS='{"handover_bytes_max": 5000}')
     first, second, third = [await world.create(ends, number) for number in range(3)]
     await asyncio.to_thread(ends.rank.load, first)
     size_bytes = sum(path.stat().st_size for path in (ends.sidecar.root / "data").rglob("*.r0.safetensors")) // 3

@@ -55,7 +55,7 @@ def pod(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     @asynccontextmanager
     async def running(name: str, *, call_s: float = CALL_S, **more: object) -> AsyncIterator[SidecarUnderTest]:
         monkeypatch.setattr("kv_sidecar.sidecar.ObjectStore", partial(ObjectStore, timeout_s=call_s))
-        settings = {"store_url": url_of(request.node.name), "timeout_s": 3}
+        settings = {"store_url": url_of(request.node.name), "pull_timeout_s": 3}
         async with SidecarUnderTest(tmp_path / name, clock=SystemClock(), **{**settings, **more}) as kv:
             kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
             yield kv
@@ -88,7 +88,7 @@ async def test_a_context_outlives_its_pod_and_its_delete_leaves_no_object(proxy,
         new = await kv.save(TEN, session_id="ctx_1")
         other = await kv.save((*TEN[:4], 77, 78), session_id="ctx_2")
         assert await kv.sidecar.shared.flush(60) == 0
-    async with pod("b", call_s=60, timeout_s=60) as kv:
+    async with pod("b", call_s=60, pull_timeout_s=60) as kv:
         await brought(kv, new.cache_ref)
         assert await kv.load(new) == ["object"] * 3
         await kv.sidecar.delete(TENANT, "ctx_1", [new.cache_ref])
@@ -117,7 +117,7 @@ async def test_a_store_that_does_not_serve_is_a_miss_in_time_with_nothing_left_a
         assert kv.counted("pulls_total", outcome="internal_error") == 0
 
     proxy.fault = ""
-    async with pod("c", call_s=60, timeout_s=60) as kv:
+    async with pod("c", call_s=60, pull_timeout_s=60) as kv:
         await brought(kv, new.cache_ref)
         assert await kv.load(new) == ["object"] * 3
 

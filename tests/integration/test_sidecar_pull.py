@@ -68,7 +68,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[Callable[..., object]]:
 
     async def start(name: str, *, world_size: int = 1, **settings: object) -> Node:
         # The peer is this process too, which may stand still for longer than a turn would wait.
-        defaults = {"peers": ("127.0.0.0/8",), "manifest_timeout_s": 20, "timeout_s": 30}
+        defaults = {"peers": ("127.0.0.0/8",), "manifest_timeout_s": 20, "pull_timeout_s": 30}
         kv = SidecarUnderTest(tmp_path / name, clock=SystemClock(), **{**defaults, **settings})
         await kv.sidecar.open()
         server = serve(kv.sidecar, ["127.0.0.1:0"])
@@ -201,7 +201,7 @@ async def test_a_peer_lost_in_the_middle_of_a_pull_leaves_nothing(
             arrived.set()
             assert gate.wait(60)
 
-    here = await start_node("here", step=step, slots=False, timeout_s=timeout_s)
+    here = await start_node("here", step=step, slots=False, pull_timeout_s=timeout_s)
     address, new = await large_peer(process, num_blocks=25)
     await here.pull(new.cache_ref, peer=address, timeout_ms=timeout_s * 1000)
     assert await asyncio.to_thread(arrived.wait, 60)
@@ -328,7 +328,7 @@ async def test_a_hundred_megabytes_are_pulled_in_bounded_memory(tmp_path: Path, 
             SIDECAR_PEERS='["127.0.0.1"]',
             SIDECAR_SHARED_DIR="",
             SIDECAR_MEMORY_LIMIT_BYTES="0",
-            SIDECAR_BOUNDS='{"timeout_s": 60, "manifest_timeout_s": 20}',
+            SIDECAR_BOUNDS='{"pull_timeout_s": 60, "manifest_timeout_s": 20}',
         )
         client = KVSidecarClient(listen, timeout_s=30)
         rank = await asyncio.to_thread(EngineRank, listen)

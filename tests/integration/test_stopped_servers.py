@@ -22,8 +22,8 @@ from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import error_from_rpc, is_late, is_unanswered, late_call
 from kv_sidecar.client import EngineSidecarClient, KVSidecarClient, pack_token_ids
+from kv_sidecar.limits import Limits
 from kv_sidecar.moving.peer import PeerSidecar
-from kv_sidecar.moving.pulling import PullLimits
 from kv_sidecar.orphans import ManagerQuestions
 from kv_sidecar.sealed.prefixes import PrefixQuestion
 from tests.kit.kv_blocks import FINGERPRINT, TENANT
@@ -188,7 +188,7 @@ async def test_a_sidecar_s_question_to_a_stopped_peer_ends_by_its_deadline() -> 
         peer = PeerSidecar(
             server.address,
             timeout_s=DEADLINE_S,
-            limits=PullLimits(1, bytes_per_s_min=1, manifest_timeout_s=DEADLINE_S),
+            limits=Limits(block_tokens=1, pull_bytes_per_s_min=1, manifest_timeout_s=DEADLINE_S),
             slots=asyncio.Semaphore(1),
         )
         question = PrefixQuestion(TENANT, FINGERPRINT, LARGE, 1)

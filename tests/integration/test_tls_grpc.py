@@ -30,8 +30,8 @@ from gateway.envoy.front import EnvoyFront
 from gateway.envoy.server import ExtProcServer
 from gateway.tenants.keys import SingleTenant
 from kv_sidecar.client import KVSidecarClient
+from kv_sidecar.limits import Limits
 from kv_sidecar.moving.peer import PeerSidecar
-from kv_sidecar.moving.pulling import PullLimits
 from kv_sidecar.server import serve
 from tests.kit.certificates import NAME, CertificateFiles
 from tests.kit.gateway_parts import SECRET, GatewayParts
@@ -178,7 +178,7 @@ async def test_clients_refuse_servers_that_are_not_of_the_deployment(server, cer
         peer = PeerSidecar(
             address,
             timeout_s=DEADLINE_S,
-            limits=PullLimits(1, bytes_per_s_min=1 << 30, manifest_timeout_s=DEADLINE_S),
+            limits=Limits(block_tokens=1, pull_bytes_per_s_min=1 << 30, manifest_timeout_s=DEADLINE_S),
             slots=asyncio.Semaphore(1),
             tls=ours,
         )
@@ -203,7 +203,7 @@ async def test_parts_of_a_deployment_understand_each_other(certificates, tmp_pat
         peer = PeerSidecar(
             f"127.0.0.1:{sidecar_port}",
             timeout_s=DEADLINE_S,
-            limits=PullLimits(1, bytes_per_s_min=1 << 30, manifest_timeout_s=DEADLINE_S),
+            limits=Limits(block_tokens=1, pull_bytes_per_s_min=1 << 30, manifest_timeout_s=DEADLINE_S),
             slots=asyncio.Semaphore(1),
             tls=ours,
         )
@@ -249,7 +249,7 @@ class Node:
 
 @asynccontextmanager
 async def running_node(certificates, directory):
-    settings = {"peers": ("127.0.0.0/8",), "manifest_timeout_s": 20, "timeout_s": 30, **certificates.settings}
+    settings = {"peers": ("127.0.0.0/8",), "manifest_timeout_s": 20, "pull_timeout_s": 30, **certificates.settings}
     async with SidecarUnderTest(directory, clock=SystemClock(), **settings) as kv:
         server = serve(kv.sidecar, ["127.0.0.1:0"])
         await server.start()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import Field, field_validator
 from typing_extensions import override
@@ -14,14 +14,8 @@ from typing_extensions import override
 from contextcache.process.run import run_part
 from kv_sidecar import sidecar
 from kv_sidecar.__main__ import run
-from kv_sidecar.moving.leaving import HandOverLimits
-from kv_sidecar.moving.pulling import PullLimits
-from kv_sidecar.saves import CatalogLimits
+from kv_sidecar.limits import Limits
 from kv_sidecar.settings import SidecarSettings
-from kv_sidecar.store.collector import CollectorLimits
-from kv_sidecar.store.writer import SharedLimits
-
-Limits = TypeVar("Limits", bound=Any)
 
 
 class BoundedSettings(SidecarSettings):
@@ -32,35 +26,14 @@ class BoundedSettings(SidecarSettings):
     @field_validator("bounds")
     @classmethod
     def _are_known(cls, value: dict[str, int | float]) -> dict[str, int | float]:
-        limits: list[Any] = [CatalogLimits, PullLimits, SharedLimits, CollectorLimits]
-        known = {field.name for one in limits for field in fields(one)} | {"bytes_max", "leftover_s"}
+        known = {field.name for field in fields(Limits)} | {"leftover_s"}
         assert value.keys() <= known, value.keys() - known
         return value
 
     @override
-    def limits(self) -> CatalogLimits:
-        return self._bounded(super().limits())
-
-    @override
-    def pull_limits(self) -> PullLimits:
-        return self._bounded(super().pull_limits())
-
-    @override
-    def shared_limits(self) -> SharedLimits:
-        return self._bounded(super().shared_limits())
-
-    @override
-    def collector_limits(self) -> CollectorLimits:
-        return self._bounded(super().collector_limits())
-
-    @override
-    def handover_limits(self) -> HandOverLimits:
-        limits = super().handover_limits()
-        return replace(limits, bytes_max=int(self.bounds.get("bytes_max", limits.bytes_max)))
-
-    def _bounded(self, limits: Limits) -> Limits:
-        names = {field.name for field in fields(limits)}
-        return replace(limits, **{name: value for name, value in self.bounds.items() if name in names})
+    def limits(self) -> Limits:
+        bounds: dict[str, Any] = {name: value for name, value in self.bounds.items() if name != "leftover_s"}
+        return replace(super().limits(), **bounds)
 
 
 def main() -> None:

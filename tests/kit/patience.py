@@ -18,6 +18,6 @@ PARTS = {
     "GATEWAY_SIDECAR_TIMEOUT_S": "20",
     "GATEWAY_DELETE_TIMEOUT_S": "25",
     "GATEWAY_PROBE_TIMEOUT_S": "10",
-    "SIDECAR_BOUNDS": '{"timeout_s": 30, "manifest_timeout_s": 20}',
+    "SIDECAR_BOUNDS": '{"pull_timeout_s": 30, "manifest_timeout_s": 20}',
 }
 """For the environment of a stack's parts."""

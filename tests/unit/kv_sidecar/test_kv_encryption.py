@@ -44,7 +44,7 @@ def pod(tmp_path: Path, clock: ManualClock) -> Callable[..., object]:
     async def running(name: str, keys: dict[str, list[str]] | None, **more: object) -> AsyncIterator[SidecarUnderTest]:
         if keys is not None:
             more["store_keys_file"] = write_store_keys(tmp_path / f"{name}.keys", keys)
-        more = {"store_url": f"file://{tmp_path}/store", "grace_s": 60, "interval_s": 10} | more
+        more = {"store_url": f"file://{tmp_path}/store", "store_grace_s": 60, "store_interval_s": 10} | more
         async with SidecarUnderTest(tmp_path / name, clock=clock, **more) as kv:
             kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
             yield kv

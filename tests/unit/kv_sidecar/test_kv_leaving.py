@@ -13,7 +13,7 @@ from contextcache.errors import ContextNotFound, SidecarUnavailable
 from contextcache.model import SaveOutcome
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.moving.leaving import HandOverLimits, Leaving
+from kv_sidecar.moving.leaving import Leaving
 from kv_sidecar.settings import SidecarSettings
 from tests.kit.kv_blocks import FINGERPRINT, SidecarUnderTest
 
@@ -83,16 +83,19 @@ def sessions() -> Sessions:
 def leave(kv: SidecarUnderTest, sessions: Sessions) -> Callable[..., object]:
     """Hand over to these peers; return how many contexts moved."""
 
-    async def run(*peers: Peer, timeout_s: float = 60, bytes_max: int = 0) -> int:
+    async def run(*peers: Peer, timeout_s: float = 60, bytes_max: int = 1 << 40) -> int:
         by_address = {f"127.0.0.1:{number}": it for number, it in enumerate(peers, 2)}
-        limits = HandOverLimits(timeout_s, ME, MINE, (MINE, *by_address), bytes_max)
         story = Leaving(
             kv.catalog,
             sessions,
             SidecarMetrics(CollectorRegistry()),
             connect=by_address.__getitem__,
             fingerprint=kv.sidecar.engine.fingerprint,
-            limits=limits,
+            timeout_s=timeout_s,
+            endpoint=ME,
+            address=MINE,
+            peers=(MINE, *by_address),
+            bytes_max=bytes_max,
         )
         moved = await story.run()
         assert all(it.is_closed for it in peers)
@@ -170,9 +173,9 @@ async def test_kv_that_no_session_names_and_kv_of_plain_requests_are_left(kv, se
 def test_peers_are_those_that_are_named_by_address_and_a_wrong_one_is_refused_at_the_start():
     settings = SidecarSettings(peers=("*", "10.0.0.0/8", "pod-1:50061", "pod-2"), listen="10.0.0.1:50061")
 
-    assert settings.handover_limits().peers == ("pod-1:50061",)
-    assert settings.handover_limits().address == "10.0.0.1:50061"
-    assert SidecarSettings(handover_address="10.0.0.2:50061").handover_limits().address == "10.0.0.2:50061"
-    assert SidecarSettings(handover_peers=("kv:1",)).handover_limits().peers == ("kv:1",)
+    assert settings.takers == ("pod-1:50061",)
+    assert settings.peer_address == "10.0.0.1:50061"
+    assert SidecarSettings(handover_address="10.0.0.2:50061").peer_address == "10.0.0.2:50061"
+    assert SidecarSettings(handover_peers=("kv:1",)).takers == ("kv:1",)
     with pytest.raises(ValueError, match="host:port"):
         SidecarSettings(handover_peers=("kv",))

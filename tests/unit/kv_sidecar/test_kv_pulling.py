@@ -397,7 +397,7 @@ async def test_nobody_may_ask_for_more_time_than_the_sidecar_gives(tmp_path: Pat
         tmp_path / "third",
         connect_peer=lambda address, timeout_s: given.append(timeout_s) or pair.peer,
         peers=("*",),
-        timeout_s=3,
+        pull_timeout_s=3,
     )
     async with here:
         here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
@@ -416,8 +416,8 @@ async def test_a_larger_context_gets_more_time(tmp_path: Path, pair: Pair) -> No
         tmp_path / "third",
         connect_peer=lambda address, timeout_s: pair.peer,
         peers=("*",),
-        timeout_s=0.05,
-        bytes_per_s_min=1,
+        pull_timeout_s=0.05,
+        pull_bytes_per_s_min=1,
     ) as here:
         here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
         here.sidecar.pulls.start(Wanted(TENANT, (new.cache_ref,), PEER))

@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextDeleted
 from contextcache.names import new_cache_ref
+from kv_sidecar.limits import Limits
 from kv_sidecar.refs import PENDING, PHASES, Phase, Ref, Refs
-from kv_sidecar.saves import CatalogLimits, NewSave, Save
+from kv_sidecar.saves import NewSave, Save
 from tests.kit.kv_blocks import TENANT, new_save
 
 KEEP_MS, ENDED_MAX = 1000, 3
@@ -23,7 +24,7 @@ FEW = NAMES[:2]
 
 
 def refs_of(clock: ManualClock) -> Refs:
-    limits = CatalogLimits(4, tombstone_ms=KEEP_MS, max_tombstones=ENDED_MAX)
+    limits = Limits(block_tokens=4, tombstone_ms=KEEP_MS, max_tombstones=ENDED_MAX)
     return Refs(clock, limits)
 
 

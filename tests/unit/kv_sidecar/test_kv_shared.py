@@ -240,7 +240,7 @@ async def test_what_a_crash_left_is_collected_when_it_is_old_and_never_what_is_n
     left = objects(tmp_path)
     assert kinds(tmp_path)["blocks"] == 5
 
-    async with pod("b", grace_s=60, interval_s=10) as kv:
+    async with pod("b", store_grace_s=60, store_interval_s=10) as kv:
         await kv.sidecar.collect_shared()
         assert objects(tmp_path) == left
         clock.advance(s=120)
@@ -255,7 +255,7 @@ async def test_what_has_expired_and_what_no_session_names_is_collected_once_an_i
     async with pod("a") as kv:
         await kv.save(TEN, session_id="ctx_1")
         await written(kv)
-    times = {"grace_s": 60, "interval_s": 100}
+    times = {"store_grace_s": 60, "store_interval_s": 100}
     manager = {"manager": SaysNothingIsNamed()} if why == "unnamed" else {}
     async with pod("b", **times, **manager) as kv:
         await kv.sidecar.collect_shared()
@@ -386,7 +386,7 @@ async def test_the_oldest_waiting_context_gives_way_and_writes_keep_to_their_rat
         slept_s.append(delay_s)
 
     monkeypatch.setattr(ObjectStore, "head", never)
-    async with pod("a", queue_max=1, store_bytes_per_s=100) as kv:
+    async with pod("a", store_queue_max=1, store_bytes_per_s=100) as kv:
         for session in ("ctx_1", "ctx_2", "ctx_3"):
             await kv.save(TEN, session_id=session)
         assert kv.counted("store_writes_total", outcome="queue_full") >= 1

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
 from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST
+from kv_sidecar.limits import Limits
 from kv_sidecar.store import stored_kv, writer
-from kv_sidecar.store.collector import COLLECTOR, LOWER_MARK, UPPER_MARK, CollectorLimits, Shelf, evictions
+from kv_sidecar.store.collector import COLLECTOR, LOWER_MARK, UPPER_MARK, Shelf, evictions
 from kv_sidecar.store.stored_kv import StoredSession
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.until import until
@@ -31,8 +32,12 @@ def shelf(**sessions: tuple[int, str]) -> Shelf:
     return Shelf(dict.fromkeys(files, 10), held)
 
 
+def limits_of(limit_bytes: int, tenant_limit_bytes: int) -> Limits:
+    return Limits(block_tokens=1, store_limit_bytes=limit_bytes, store_tenant_limit_bytes=tenant_limit_bytes)
+
+
 def left_by(shelves: dict[str, Shelf], *, limit: int = 0, tenant_limit: int = 0) -> list[str]:
-    return [session_id for _, session_id, _ in evictions(shelves, CollectorLimits(limit, tenant_limit))]
+    return [session_id for _, session_id, _ in evictions(shelves, limits_of(limit, tenant_limit))]
 
 
 def test_what_was_used_longest_ago_leaves_whoever_has_it_down_to_the_lower_mark():
@@ -68,7 +73,7 @@ def test_what_is_left_fits_is_counted_right_and_was_used_no_earlier_than_what_le
     named = {f"{number}": it for number, it in enumerate(sessions)}
     shelves = {"a": shelf(**named)}
 
-    gone = evictions(shelves, CollectorLimits(limit, tenant_limit))
+    gone = evictions(shelves, limits_of(limit, tenant_limit))
 
     kept = shelves["a"].sessions
     files = {name for it in kept.values() for name in it.files}
@@ -92,7 +97,7 @@ def pod(tmp_path: Path, clock: ManualClock) -> Callable[..., object]:
 
     @asynccontextmanager
     async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:
-        settings = {"store_url": f"file://{tmp_path}/store", "interval_s": 1} | more
+        settings = {"store_url": f"file://{tmp_path}/store", "store_interval_s": 1} | more
         async with SidecarUnderTest(tmp_path / name, clock=clock, **settings) as kv:
             kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
             yield kv
@@ -144,7 +149,7 @@ async def test_every_pod_shows_what_the_one_that_collected_has_counted(pod, cloc
         await kv.save(tuple(range(10)))
         await written(kv)
         await kv.sidecar.collect_shared()
-    async with pod("b", interval_s=10_000) as kv:
+    async with pod("b", store_interval_s=10_000) as kv:
         await kv.sidecar.collect_shared()
         assert kv.counted("store_tenant_bytes", tenant=TENANT) == stored_bytes(tmp_path) > 0
 
@@ -199,7 +204,7 @@ async def test_what_a_crash_left_of_a_context_that_was_leaving_is_collected(pod,
             await kv.sidecar.collect_shared()
         assert stored_bytes(tmp_path) == size_bytes
     monkeypatch.undo()
-    async with pod("c", grace_s=60, orphan_after_s=10 * HOUR_S) as kv:
+    async with pod("c", store_grace_s=60, orphan_after_s=10 * HOUR_S) as kv:
         for _ in range(2):
             clock.advance(s=120)
             await kv.sidecar.collect_shared()

@@ -57,7 +57,7 @@ def pod(tmp_path: Path, clock: ManualClock, request: pytest.FixtureRequest) -> C
 
     @asynccontextmanager
     async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:
-        settings = {"store_url": f"file://{tmp_path}/store", "interval_s": 1} | keys | more
+        settings = {"store_url": f"file://{tmp_path}/store", "store_interval_s": 1} | keys | more
         async with SidecarUnderTest(tmp_path / name, clock=clock, **settings) as kv:
             kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
             yield kv
@@ -191,7 +191,7 @@ async def test_what_is_replaced_before_its_turn_comes_is_never_written(pod, tmp_
 
 @pytest.mark.parametrize("goes", [False, True], ids=["stays here", "leaves this pod"])
 async def test_what_stands_for_nothing_in_the_store_takes_nothing_away_there(pod, goes):
-    async with pod("a", queue_max=1) as kv:
+    async with pod("a", store_queue_max=1) as kv:
         await kv.save((9, 9, 9, 9, 9), session_id=GROUP)
         await written(kv)
         first = await kv.save(SAID, session_id=GROUP)
@@ -252,7 +252,7 @@ async def test_objects_of_lmcache_stay_in_their_pod(pod, tmp_path):
 
 
 async def test_kept_kv_gives_way_first_when_too_much_waits(pod, tmp_path):
-    async with pod("a", queue_max=2) as kv:
+    async with pod("a", store_queue_max=2) as kv:
         await kv.sidecar.shared.close()
         await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")
         await kv.save(SAID, session_id=GROUP)
@@ -439,7 +439,7 @@ async def test_a_delete_that_waits_for_the_store_is_not_lost_for_turns_that_come
     async def fail(*args: object) -> None:
         raise SidecarUnavailable("down")
 
-    async with pod("a", queue_max=2) as kv:
+    async with pod("a", store_queue_max=2) as kv:
         await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")
         await written(kv)
         shared, delete = kv.sidecar.shared, kv.sidecar.shared.stored.objects.delete
@@ -461,7 +461,7 @@ async def test_it_ends_with_its_life_and_no_manager_is_asked(pod, clock, tmp_pat
     async with pod("a") as kv:
         await kv.save(SAID, session_id=GROUP)
         await written(kv)
-    settings = {"grace_s": 60, "orphan_after_s": 60, "manager": SaysNothingIsNamed()}
+    settings = {"store_grace_s": 60, "orphan_after_s": 60, "manager": SaysNothingIsNamed()}
     async with pod("b", **settings) as kv:
         clock.advance(ms=TTL_MS - 1000)
         await kv.sidecar.collect_shared()
@@ -485,7 +485,7 @@ async def test_what_is_used_lives_on_in_the_store_too(pod, clock):
 
 
 async def test_what_nobody_can_decrypt_ends_when_nothing_may_live_longer(tmp_path, clock):
-    settings = {"store_url": f"file://{tmp_path}/store", "interval_s": 1, "grace_s": 60}
+    settings = {"store_url": f"file://{tmp_path}/store", "store_interval_s": 1, "store_grace_s": 60}
     keys = [write_store_keys(tmp_path / name, {"*": [name]}) for name in ("1", "2")]
     async with SidecarUnderTest(tmp_path / "a", clock=clock, store_keys_file=keys[0], **settings) as kv:
         await kv.save(SAID, session_id=GROUP)

@@ -54,7 +54,7 @@ def pod(tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> 
 
     @asynccontextmanager
     async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:
-        times = {"orphan_after_s": 100 * HOUR_S, "grace_s": 60, "interval_s": 10}
+        times = {"orphan_after_s": 100 * HOUR_S, "store_grace_s": 60, "store_interval_s": 10}
         settings = {"store_url": f"file://{tmp_path}/store"} | times | more
         async with SidecarUnderTest(tmp_path / name, clock=clock, **settings) as kv:
             kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
