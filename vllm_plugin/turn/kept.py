@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from contextcache.claim import Claims
+from contextcache.claim import RESPONSES_PATH, Claims
 from contextcache.clock import Clock
 from contextcache.identity import Identity, KVTransfer, cache_salt, sign_kv_transfer
 from contextcache.model import LoadedKV, ModelId
@@ -23,8 +23,6 @@ from vllm_plugin.turn.ports import KVStore
 _TTL_S = 3600
 """Seconds for which the KV of a request without a context is kept after its last use: an agent's pause."""
 _REQUEST_ID_CHARS = 64
-_RESPONSES = "/v1/responses"
-"""vLLM 0.32 tells of a response before it asks the engine for it."""
 
 
 @dataclass
@@ -54,7 +52,7 @@ class KeptRequests:
         salt = cache_salt(identity.tenant, ModelId(""), self.secret)
         body = claims.changed(salt=salt, order=sign_kv_transfer(order, self.secret))
         assert body is not None, "an order is a change"
-        return body, _Receipt(self, request_id, send, comes_first=path == _RESPONSES)
+        return body, _Receipt(self, request_id, send, comes_first=path == RESPONSES_PATH)
 
     async def receipt(self, request_id: str, *, is_whole: bool) -> list[tuple[bytes, bytes]]:
         """Return the headers of the reuse, and count it; no headers without the connector's report.
@@ -81,7 +79,7 @@ class _Receipt:
     request_id: str
     send: Send
     comes_first: bool
-    """A stream of this route begins before the engine is asked. It has no receipt, and is counted at its end."""
+    """vLLM 0.32 begins a stream of this route before it asks the engine: it has no receipt, and counts at its end."""
     _head: Message | None = None
     _is_counted_late: bool = False
 

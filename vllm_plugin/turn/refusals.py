@@ -48,17 +48,17 @@ def by_vllm(part: str, param: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, told) as exc:
-        raise _refused(exc) from exc
+        raise _refused(exc, param) from exc
     except (AttributeError, LookupError, TypeError) as exc:
         raise InvalidRequest(f"a part of {part} does not match its type", param=param) from exc
 
 
-def _refused(error: Any) -> ContextCacheError:
-    """Return an exception of vLLM's as ours, without the request's own words."""
+def _refused(error: Any, param: str) -> ContextCacheError:
+    """Return an exception of vLLM's as ours, without the request's own words. `param`: field of too many errors."""
     if not hasattr(error, "errors"):
         return InvalidRequest(_sentence(str(error)), param=_param(getattr(error, "parameter", None)))
     if (num_wrong := error.error_count()) > _ERRORS_MAX:
-        return InvalidRequest(f"{num_wrong} fields of a message are wrong")
+        return InvalidRequest(f"{num_wrong} fields of a message are wrong", param=param)
     errors = error.errors()
     fields, fault = _fields(errors[0]["loc"]), errors[0]["msg"]
     # A list that may be a text too: that it is none is the first error, and says nothing of the item.

@@ -32,8 +32,6 @@ _CONVERTERS = ("to_chat_completion_request", "messages_full_converter", "message
 _MERGE = "_merge_inline_system"
 _EFFORT = "_get_disabled_thinking_effort"
 """How this engine's template takes system messages, and thinking (vLLM 0.31 and newer): the converters must be told."""
-_PARTS_MAX = 1 << 16
-"""Messages, tools and parts of them: pydantic takes seconds for a million, and no other request is served meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +63,6 @@ class Anthropic(Dialect):
         return replace(read_turn(CHAT_PATH, self._chat(body), client.headers), usage=UsageFormat.OPENAI)
 
     def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        if sum(_num_parts(body.get(name)) for name in ("messages", "system", "tools")) > _PARTS_MAX:
-            raise InvalidRequest(f"messages and tools may have at most {_PARTS_MAX} parts in total", param="messages")
         # A tool's result has no type of vLLM's own: its converter guesses.
         with by_vllm("a message", "messages"):
             asked = _types(self.serving).AnthropicMessagesRequest.model_validate(body)
@@ -183,13 +179,6 @@ class _Fed:
 class _Pause:
     def __await__(self) -> Any:
         yield
-
-
-def _num_parts(items: Any) -> int:
-    """Return how many items a list has, with those of their contents."""
-    if not isinstance(items, list):
-        return 0
-    return len(items) + sum(_num_parts(item.get("content")) for item in items if isinstance(item, dict))
 
 
 def _types(serving: Any) -> Any:

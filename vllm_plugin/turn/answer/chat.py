@@ -140,8 +140,6 @@ def _strip(answer: dict[str, Any], *, keep_token_ids: bool) -> None:
 class JsonAnswer:
     """A whole answer in one body."""
 
-    noun: ClassVar[str] = "answer"
-
     def __init__(self, request: TurnRequest) -> None:
         self._request = request
         self._body = bytearray()
@@ -161,7 +159,7 @@ class JsonAnswer:
             self._answer = json.loads(bytes(self._body))
             self.read()
         except UNREADABLE as exc:
-            raise EngineFailed(f"the engine's {self.noun} is not valid") from exc
+            raise EngineFailed("the engine's answer is not valid") from exc
 
     def read(self) -> None:
         """Read the transcript's part of the whole answer. Raises what JSON of another shape does."""

@@ -221,8 +221,6 @@ class _Told:
 class _WholeResponse(JsonAnswer):
     """A response in one body."""
 
-    noun: ClassVar[str] = "response"
-
     def __init__(self, request: TurnRequest, told: _Told) -> None:
         super().__init__(request)
         self._told = told

@@ -8,10 +8,11 @@ is computed once a turn, at its first use.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from contextcache.model import Segment, SegmentKind
@@ -105,10 +106,4 @@ def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
 
 def whole_segments(lengths: Sequence[int], shared: int) -> int:
     """Return how many leading segments of such lengths lie entirely within the first `shared` items."""
-    kept = total = 0
-    for length in lengths:
-        total += length
-        if total > shared:
-            break
-        kept += 1
-    return kept
+    return bisect_right(list(accumulate(lengths)), shared)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from contextcache.claim import CONTAINERS_MAX
 from contextcache.errors import ContextCacheError, error_body
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
 from tests.kit.turn_bench import Pod
@@ -44,6 +45,13 @@ def frames(answer):
     """Return (event, data) of a stream."""
     found = [frame.split("\n") for frame in answer.body.decode().split("\n\n") if frame]
     return [(lines[0].removeprefix("event: "), json.loads(lines[1].removeprefix("data: "))) for lines in found]
+
+
+async def test_more_parts_than_a_body_may_have_are_refused_before_vllm_reads_them(pod):
+    refused = await ask(pod, {"role": "user", "content": [{}] * CONTAINERS_MAX})
+
+    assert (refused.status, refused.json["error"]["code"]) == (400, "invalid_request")
+    assert f"more than {CONTAINERS_MAX} lists and objects" in refused.json["error"]["message"]
 
 
 async def test_a_context_is_created_and_goes_on_with_new_messages_alone(pod):
@@ -197,7 +205,7 @@ ODD = {"type": "image", "source": "x"}
             {"messages": [user("Hi"), {"role": "user", "content": [{"type": "tool_result", "content": [ODD]}]}]},
             "messages",
         ),
-        ({"messages": [1] * 2000}, None),
+        ({"messages": [1] * 2000}, "messages"),
         ({"messages": [1] * 70_000}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [1] * 70_000}]}]}, "messages"),
     ],
