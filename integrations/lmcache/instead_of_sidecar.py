@@ -47,7 +47,7 @@ _PAUSE_S = 0.1
 _RETRY_MS = 60_000
 """Pause after the first attempt of a deletion. Each pause is twice the one before."""
 _ATTEMPTS_MAX = 8
-"""Attempts of one deletion, over two hours."""
+"""Attempts of the sweep for one deletion, over two hours and more. Clients may ask as often as they like."""
 _SWEEP_S = 5.0
 """Time between two looks for expired contexts."""
 _LOCKED = "LMCache did not delete all KV of a context: some of it is locked"
@@ -68,7 +68,7 @@ class _Held:
     is_whole: bool = False
     """All sequences are here. Else LMCache may have more: of another process, or of one that was forgotten."""
     num_attempts: int = 0
-    """Attempts to delete it."""
+    """Attempts of the sweep to delete it."""
     retry_at_ms: int = 0
 
     @property
@@ -208,6 +208,7 @@ class LMCacheKV:
                 log.error("KV of an ended context stays in LMCache", extra=about)
                 self._forget(gone)
                 continue
+            gone.num_attempts += 1
             try:
                 await self._delete(gone)
             except ContextCacheError as exc:
@@ -231,7 +232,6 @@ class LMCacheKV:
     async def _delete(self, gone: _Held) -> int:
         """Make one attempt; return the bytes that were there. The next one is due later, however this one ends."""
         gone.retry_at_ms = self._clock.now_ms() + (_RETRY_MS << gone.num_attempts)
-        gone.num_attempts += 1
         salt, instances = self._salt(gone.context), await self._api.instances()
         # The directory lists keys of an earlier process, and of sequences that were forgotten.
         listed = [] if gone.is_whole else await self._api.keys_under(salt)

@@ -271,6 +271,20 @@ async def test_the_pauses_between_attempts_of_a_delete_grow(pod, fake):
     assert minutes == [1, 3, 7, 15, 31]
 
 
+async def test_a_client_that_asks_often_does_not_use_up_the_attempts_of_the_sweep(pod, fake):
+    """Seen failing: after eight requests within a moment, the sweep gave the KV up without an attempt."""
+    create = (await pod.create(prompt=PROMPT)).json
+    fake.failing = [500] * 100
+    for _ in range(10):
+        with pytest.raises(SidecarUnavailable):
+            await pod.lmcache.delete_context("demo", session_id=create["session_id"])
+
+    fake.failing = []
+    pod.clock.advance(s=61)
+    await pod.lmcache.expire()
+    assert fake.stored == set()
+
+
 @pytest.mark.parametrize("event", ["touch", "turn"])
 async def test_a_touch_or_a_turn_after_a_failed_delete_does_not_end_its_attempts(pod, fake, event):
     """Seen failing: the KV stayed until the context's new expiry."""
