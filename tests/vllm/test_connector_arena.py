@@ -106,10 +106,10 @@ def kill_while(rank: Rank, process: SidecarProcess) -> None:
     layers: Any = rank.side._layers
     gather = layers.gather
 
-    def gather_and_kill(*args: Any, **more: Any) -> None:
+    def gather_and_kill(*args: Any, **more: Any) -> Any:
         layers.gather = gather  # the next save is whole
         process.kill()
-        gather(*args, **more)
+        return gather(*args, **more)
 
     layers.gather = gather_and_kill
     rank.run(save=save_plan(rank, new_cache_ref(), NUM_TOKENS, OLD))
