@@ -12,9 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, SidecarUnavailable
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.wire.tracing import NO_TRACER, Tracer
 from kv_sidecar.client import EngineSidecarClient, MappedArena
+from vllm_plugin.connector.copies.pages import PagedLayers
+from vllm_plugin.connector.settings import ConnectorSettings
+from vllm_plugin.connector.sidecar_link import RankLink
 from vllm_plugin.connector.telemetry import Counters
 
 log = logging.getLogger(__name__)
@@ -193,3 +198,17 @@ class Reporter:
     def close(self, timeout_s: float) -> bool:
         """Drop queued reports; return whether the thread has ended."""
         return self._pool.close(timeout_s)
+
+
+@dataclass(eq=False, kw_only=True)
+class RankParts:
+    """Parts of a rank that its loads and its saves share."""
+
+    settings: ConnectorSettings
+    link: RankLink
+    layers: PagedLayers
+    results: ResultBox
+    reporter: Reporter
+    counters: Counters
+    clock: Clock
+    tracer: Tracer = NO_TRACER

@@ -25,19 +25,16 @@ from typing import NamedTuple
 
 from opentelemetry.trace import get_current_span
 
-from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, CorruptBlock, SidecarUnavailable, StorageFull
 from contextcache.phases import Phases
 from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from contextcache.wire.tracing import NO_TRACER, Tracer, fail
+from contextcache.wire.tracing import fail
 from kv_sidecar.client import check_head, parse_block_file
-from vllm_plugin.connector.copies.pages import Fence, Landed, PageCopy, PagedLayers, Proof, Spent
+from vllm_plugin.connector.copies.pages import Fence, Landed, PageCopy, Proof, Spent
 from vllm_plugin.connector.metadata import LoadPlan, Piece
-from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import Arena, RankLink, Terms
-from vllm_plugin.connector.telemetry import Counters
-from vllm_plugin.connector.transfer import Reporter, ResultBox
+from vllm_plugin.connector.sidecar_link import Arena, Terms
+from vllm_plugin.connector.transfer import RankParts
 from vllm_plugin.crash_points import BEFORE_LOAD, BETWEEN_LOADED_BLOCKS
 
 log = logging.getLogger(__name__)
@@ -140,17 +137,9 @@ class _Arrival(NamedTuple):
 
 
 @dataclass(eq=False, kw_only=True)
-class Loader:
+class Loader(RankParts):
     """Carries out loads for one rank."""
 
-    settings: ConnectorSettings
-    link: RankLink
-    layers: PagedLayers
-    results: ResultBox
-    reporter: Reporter
-    counters: Counters
-    clock: Clock
-    tracer: Tracer = NO_TRACER
     _copiers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_COPIES_AT_ONCE, thread_name_prefix="context-cache-reads")
     )

@@ -29,7 +29,6 @@ from typing import Any
 from opentelemetry.trace import get_current_span
 from opentelemetry.util.types import Attributes
 
-from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, SaveIncomplete, SidecarUnavailable, StorageFull
 from contextcache.model import KVFile, KVGroup
 from contextcache.phases import Phases
@@ -37,15 +36,13 @@ from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.messages import message_of
 from contextcache.wire.rpc import is_late
-from contextcache.wire.tracing import Tracer, fail
+from contextcache.wire.tracing import fail
 from kv_sidecar.client import BlockFileWriter, context_files, file_meta, next_files, unpack_token_ids
 from vllm_plugin.connector.copies.codec import NotFinite
-from vllm_plugin.connector.copies.pages import Fence, PageCopy, PagedLayers
+from vllm_plugin.connector.copies.pages import Fence, PageCopy
 from vllm_plugin.connector.metadata import SavePlan
-from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import Arena, RankLink, Terms
-from vllm_plugin.connector.telemetry import Counters
-from vllm_plugin.connector.transfer import Reporter, ResultBox, TransferPool
+from vllm_plugin.connector.sidecar_link import Arena, Terms
+from vllm_plugin.connector.transfer import RankParts, TransferPool
 from vllm_plugin.crash_points import AFTER_SEAL, BEFORE_HAND_OVER, BEFORE_SEAL, BETWEEN_HANDED_BLOCKS, COPIED_OUT
 
 log = logging.getLogger(__name__)
@@ -155,18 +152,10 @@ class Save:
         return True
 
 
-@dataclass(eq=False)
-class Saver:
+@dataclass(eq=False, kw_only=True)
+class Saver(RankParts):
     """All saves of one rank."""
 
-    settings: ConnectorSettings
-    link: RankLink
-    layers: PagedLayers
-    results: ResultBox
-    reporter: Reporter
-    counters: Counters
-    clock: Clock
-    tracer: Tracer
     copying: TransferPool
     uploads: TransferPool
     _saves: dict[str, Save] = field(default_factory=dict)
