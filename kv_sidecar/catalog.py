@@ -151,7 +151,7 @@ class ContextCatalog:
                     files = await self._runtime.threads.run(save.new_files, more)
                 save.grow(more, files)
                 if save.new.is_kept and save.is_whole:
-                    self.retention.refuse_repetition(save.manifest)
+                    self.retention.refuse_repetition(save.manifest())
                 await self.retention.make_share(save.new.tenant, 1, for_kept=save.new.is_kept)
                 return self._intake.announce(ref, save, more)
         finally:
@@ -264,7 +264,7 @@ class ContextCatalog:
         if not ref.source or (ref.source == "peer" and not record.is_kept):
             self.manifests.on_change("sealed", record)
         if record.is_kept:
-            await self.retention.replace(save.manifest)
+            await self.retention.replace(save.manifest())
 
     async def abandon_save(self, cache_ref: CacheRef) -> None:
         """End a save whose pull has failed, and free its blocks. Harmless when there is none."""

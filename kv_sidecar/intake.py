@@ -21,7 +21,6 @@ from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from kv_sidecar.blocks import Blocks
 from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.format.manifest import block_key, block_meta
 from kv_sidecar.limits import Limits
 from kv_sidecar.refs import Phase, Ref, Refs
 from kv_sidecar.runtime import Runtime
@@ -96,7 +95,7 @@ class Intake:
         end = max(save.num_sent.get(more.rank, 0), more.first_token + len(more.token_ids))
         num_files, held = save.num_files(end), save.keys.get(more.rank, [])
         first = more.first_token // save.block_tokens if more.early else 0
-        new = [block_key(save.manifest, index, more.rank) for index in range(len(held), num_files)]
+        new = [save.key(index, more.rank) for index in range(len(held), num_files)]
         keys = held + new
         missing = [
             index
@@ -135,7 +134,7 @@ class Intake:
         """
         ref = self._owner(cache_ref)
         save = self.save_with(cache_ref, rank, block_indices)
-        return ref, save, [block_meta(save.manifest, index, rank) for index in block_indices]
+        return ref, save, [save.meta(index, rank) for index in block_indices]
 
     def save_with(self, cache_ref: CacheRef, rank: int, block_indices: Sequence[int]) -> Save:
         """Return the open save that these positions are part of. Raises as `expected`."""
@@ -154,7 +153,7 @@ class Intake:
         """Note that a rank has sealed; return the save when all ranks have. Raises SaveIncomplete, ContextDeleted."""
         ref = self._owner(cache_ref)
         save = _save_of(ref)
-        is_all = save.is_whole and save.num_sent.get(rank) == len(save.manifest.token_ids)
+        is_all = save.is_whole and save.num_sent.get(rank) == len(save.token_ids)
         if not is_all or not all(self._blocks.get(key).vouched for key in save.keys[rank]):
             raise SaveIncomplete("a block of this rank is missing")
         save.sealed.add(rank)
@@ -175,7 +174,7 @@ class Intake:
         if not all(sizes) or not all(checksums):
             raise SaveIncomplete("a block of this save is missing")
         self._refs.publish(ref)
-        return replace(save.manifest, size_bytes=sum(sizes), block_checksums=checksums)
+        return replace(save.manifest(), size_bytes=sum(sizes), block_checksums=checksums)
 
     def let_go(self, save: Save) -> list[BlockKey]:
         """Give up the blocks that a save counted on; return those that nothing refers to now. Idempotent."""
@@ -252,7 +251,7 @@ class Intake:
         """Give the saves of a session another expiry."""
         for _, save in self._refs.saves():
             if (save.new.tenant, save.new.session_id) == (tenant, session_id):
-                save.manifest = replace(save.manifest, expires_at_ms=expires_at_ms)
+                save.new = replace(save.new, expires_at_ms=expires_at_ms)
 
     def spare(self, tenant: TenantId, session_id: SessionId, keys: Sequence[BlockKey]) -> None:
         """Keep whole blocks for a while: the next save of the session may count on them."""

@@ -16,8 +16,9 @@ from contextcache.names import (
     check_session_id,
     check_tenant,
 )
+from kv_sidecar.format.block_file import BlockMeta, file_meta
 from kv_sidecar.format.ids import BlockKey, check_fingerprint_text, pack_token_ids
-from kv_sidecar.format.manifest import MAX_WORLD_SIZE, check_groups, context_files, next_files
+from kv_sidecar.format.manifest import MAX_WORLD_SIZE, check_groups, context_files, file_key, next_files
 
 Source: TypeAlias = Literal["", "peer", "object"]
 """Origin of KV that a pull brings; empty: the engine of this pod."""
@@ -113,8 +114,10 @@ class Save:
     """First announcement."""
     deadline_ms: int
     """Unix time in ms; every message of a rank moves it."""
-    manifest: Manifest = field(init=False)
-    """Manifest of the tokens so far, without sizes and checksums."""
+    token_ids: list[int] = field(default_factory=list)
+    """Tokens so far, each added once."""
+    files: list[KVFile] = field(default_factory=list)
+    """Files of these tokens."""
     is_whole: bool = False
     """Whether all tokens are announced; otherwise these are files ahead of the save."""
     num_sent: dict[int, int] = field(default_factory=dict)
@@ -128,21 +131,6 @@ class Save:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while tokens are added."""
 
-    def __post_init__(self) -> None:
-        new = self.new
-        self.manifest = Manifest(
-            cache_ref=new.cache_ref,
-            tenant=new.tenant,
-            session_id=new.session_id,
-            fingerprint=new.fingerprint,
-            token_ids=(),
-            groups=new.groups,
-            files=(),
-            world_size=new.world_size,
-            expires_at_ms=new.expires_at_ms,
-            tail_ref=new.tail_ref,
-        )
-
     @property
     def block_tokens(self) -> int:
         """Tokens in a whole block of the first group."""
@@ -153,11 +141,11 @@ class Save:
 
         Raises InvalidRequest when the ranks disagree.
         """
-        known, end = self.manifest.token_ids, more.first_token + len(more.token_ids)
-        overlap = max(len(known) - more.first_token, 0)
+        num_known, end = len(self.token_ids), more.first_token + len(more.token_ids)
+        overlap = max(num_known - more.first_token, 0)
         new = more.token_ids[overlap:]
-        is_other_end = (new and self.is_whole) or (end < len(known) and not more.early)
-        if is_other_end or more.token_ids[:overlap] != known[more.first_token : end]:
+        is_other_end = (new and self.is_whole) or (end < num_known and not more.early)
+        if is_other_end or more.token_ids[:overlap] != tuple(self.token_ids[more.first_token : end]):
             raise InvalidRequest("the ranks sent different data for this cache_ref", param="cache_ref")
         if more.early and (not _grows(self.new.groups) or end % self.block_tokens):
             raise InvalidRequest("an early save must have one group and whole blocks", param="early")
@@ -166,24 +154,55 @@ class Save:
         tail_ref, fingerprint = self.new.tail_ref or self.new.cache_ref, self.new.fingerprint
         if not _grows(self.new.groups):
             return context_files(tail_ref, fingerprint, self.new.tenant, new, self.new.groups)
-        last = next(reversed(self.manifest.files), None)
+        last = self.files[-1] if self.files else None
         packed = pack_token_ids(new)
         return next_files(last, tail_ref, fingerprint, self.new.tenant, packed, block_tokens=self.block_tokens)
 
     def grow(self, more: MoreTokens, files: Sequence[KVFile]) -> None:
         """Take the tokens that are new, with their files."""
-        known, groups = self.manifest.token_ids, self.new.groups
-        token_ids = known + more.token_ids[max(len(known) - more.first_token, 0) :]
-        if _grows(groups):
-            groups = (replace(groups[0], runs=((0, len(token_ids)),)),)
-        files = (*self.manifest.files, *files)
-        self.manifest = replace(self.manifest, token_ids=token_ids, groups=groups, files=files)
+        self.token_ids += more.token_ids[max(len(self.token_ids) - more.first_token, 0) :]
+        self.files += files
         self.is_whole = self.is_whole or not more.early
+
+    def key(self, index: int, rank: int) -> BlockKey:
+        """Return where the file at a position belongs."""
+        file = self.files[index]
+        return file_key(file, self.new.groups[file.group].digest, rank)
+
+    def meta(self, index: int, rank: int) -> BlockMeta:
+        """Return the metadata that the file at a position must have."""
+        file = self.files[index]
+        return file_meta(
+            file,
+            group=self.new.groups[file.group].digest,
+            tenant=self.new.tenant,
+            fingerprint=self.new.fingerprint,
+            rank=rank,
+            token_ids=tuple(self.token_ids[file.first_token : file.end_token]),
+        )
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of all tokens, without sizes and checksums."""
+        new, groups = self.new, self.new.groups
+        if _grows(groups):
+            groups = (replace(groups[0], runs=((0, len(self.token_ids)),)),)
+        return Manifest(
+            cache_ref=new.cache_ref,
+            tenant=new.tenant,
+            session_id=new.session_id,
+            fingerprint=new.fingerprint,
+            token_ids=tuple(self.token_ids),
+            groups=groups,
+            files=tuple(self.files),
+            world_size=new.world_size,
+            expires_at_ms=new.expires_at_ms,
+            tail_ref=new.tail_ref,
+        )
 
     def num_files(self, num_tokens: int) -> int:
         """Return the number of files of a rank that has announced so many tokens."""
-        is_all = self.is_whole and num_tokens == len(self.manifest.token_ids)
-        return len(self.manifest.files) if is_all else num_tokens // self.block_tokens
+        is_all = self.is_whole and num_tokens == len(self.token_ids)
+        return len(self.files) if is_all else num_tokens // self.block_tokens
 
 
 def _grows(groups: Sequence[KVGroup]) -> bool:

@@ -90,7 +90,7 @@ def planned(new: NewSave, *, block_tokens: int) -> Manifest:
     save = Save(new, 0)
     first = MoreTokens(new.tenant, new.cache_ref, new.rank, 0, new.token_ids, new.early)
     save.grow(first, save.new_files(first))
-    return save.manifest
+    return save.manifest()
 
 
 class SidecarUnderTest:
