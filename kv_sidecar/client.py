@@ -255,14 +255,17 @@ class EngineSidecarClient:
         self._call(lambda stub: stub.ReturnSlots, request, self._timeout_s)
 
     def save_blocks(self, requests: Iterator[pb.SaveBlocksRequest], timeout_s: float) -> pb.SaveBlocksResponse:
-        """Send block files, in slots or in frames. Raises CorruptBlock, ContextDeleted, StorageFull, SaveIncomplete."""
+        """Send block files, in slots or in frames. Raises CorruptBlock, ContextDeleted, StorageFull, SaveIncomplete.
+
+        SidecarUnavailable at once if the sidecar has gone: slots and saves end with it, so a wait brings nothing.
+        """
         with child_span(f"{SERVICE_NAME}/SaveBlocks", kind=SpanKind.CLIENT):
-            return self._ended(lambda stub: stub.SaveBlocks, requests, timeout_s, is_patient=True)
+            return self._ended(lambda stub: stub.SaveBlocks, requests, timeout_s, is_patient=False)
 
     def seal(self, cache_ref: CacheRef, rank: int, timeout_s: float) -> bool:
-        """End this rank's save; True when the manifest is durable. Raises SaveIncomplete, ContextDeleted."""
+        """End this rank's save; True when the manifest is durable. Raises as `save_blocks`."""
         request = pb.SealRequest(cache_ref=cache_ref, rank=rank)
-        return self._call(lambda stub: stub.Seal, request, timeout_s, is_patient=True).sealed
+        return self._call(lambda stub: stub.Seal, request, timeout_s).sealed
 
     def abandon_save(self, tenant: TenantId, cache_ref: CacheRef, reason: str, *, started_at_ms: int) -> None:
         """Tell that this rank saves nothing under a name, and the reason: waiting readers then leave."""

@@ -224,3 +224,16 @@ def test_a_call_of_a_save_that_meets_the_back_off_after_a_restart_is_answered(si
 
         assert preparing.result(90).num_files == 3
     rank.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_save_whose_sidecar_has_gone_ends_at_once(sidecar: SidecarProcess) -> None:
+    """Slots and saves end with their sidecar. Seen failing: the call waited its 30 s for the next one, in vain."""
+    sidecar.start()
+    rank, ref = EngineRank(sidecar.address), new_save(PROMPT, now_ms=SystemClock().now_ms()).cache_ref
+    sidecar.end(signal.SIGKILL)
+
+    for call in (lambda: rank.client.save_blocks(iter([]), 3600), lambda: rank.client.seal(ref, 0, 3600)):
+        with pytest.raises(SidecarUnavailable):
+            call()
+    rank.close()
