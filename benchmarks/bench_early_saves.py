@@ -100,12 +100,13 @@ class Bench:
                 time.sleep(0.001)
             running.ended(plan.name)
         others_s = time.process_time() - time.thread_time() - others_s
+        sidecar_s = _cpu_s(self._pid) - sidecar_s
         if len(self._client.get_manifest(TENANT, cache_ref, 10)[0].token_ids) != self._num_tokens:
             raise RuntimeError("the save is not whole")
         return {
             "ids sent": sent / TOKEN_BYTES / self._num_tokens,
             "worker, CPU ms": 1000 * (others_s + engine_s),
-            "sidecar, CPU ms": 1000 * (_cpu_s(self._pid) - sidecar_s),
+            "sidecar, CPU ms": 1000 * sidecar_s,
         }
 
     def _plans(self, running: RunningSaves, transfer: KVTransfer, facts: Any) -> Iterator[SavePlan]:
@@ -115,6 +116,7 @@ class Bench:
             request_id="r",
             num_computed_tokens=0,
             num_tokens=self._num_tokens + 1,
+            num_prompt_tokens=self._num_tokens,
             arrival_time=1.0,
             all_token_ids=[*self._ids, 0],
         )

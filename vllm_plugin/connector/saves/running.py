@@ -24,6 +24,9 @@ from vllm_plugin.connector.metadata import EngineGroup, RankFacts, SavePlan
 
 _EARLY_TOKENS_MIN = 512
 """Tokens that one step sends ahead: fewer than two block files are not worth a question."""
+_EARLY_SHARE = 8
+"""While a prompt is computed, a part adds at least this share to the parts before it, because each part is a call.
+131 072 tokens go in 24 parts, at 2 048 a step. All that is left of a prompt goes in the step after it."""
 
 BlockIds = tuple[tuple[int, ...], ...]
 
@@ -117,7 +120,9 @@ class RunningSaves:
         # Blocks that are full, of tokens that are computed and that vLLM does not throw away again.
         num_tokens = int(min(request.num_computed_tokens, request.num_tokens - 1)) // size * size
         first = watched.planned_tokens
-        if tables is None or watched.in_flight or num_tokens < first + _EARLY_TOKENS_MIN:
+        is_prompt = request.num_computed_tokens < request.num_prompt_tokens
+        least = max(_EARLY_TOKENS_MIN, first // _EARLY_SHARE if is_prompt else 0)
+        if tables is None or watched.in_flight or num_tokens < first + least:
             return None
         return _next_plan(watched, facts, (tuple(tables[0][first // size : num_tokens // size]),), num_tokens)
 

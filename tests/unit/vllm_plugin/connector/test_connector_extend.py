@@ -29,6 +29,8 @@ from vllm_plugin.connector.telemetry import Counters
 from vllm_plugin.connector.transfer import Reporter, ResultBox, TransferPool
 
 NUM_TOKENS, STEP_TOKENS, BLOCK_TOKENS, FILE_TOKENS = 131_072, 2_048, 16, 256
+NUM_PARTS = 23
+"""Seen failing: each of the 64 steps sent a part, and the calls took more CPU time than all else."""
 A = cache_ref(1)
 GROUP = EngineGroup("full_attention", BLOCK_TOKENS)
 FACTS = RankFacts("f" * 64, "{}", 0, 1, (GROUP,))
@@ -118,7 +120,12 @@ def plans_of(num_tokens: int) -> list[SavePlan]:
     """Return the plans of a prompt that is computed in steps, and of its end, as the scheduler makes them."""
     tokens = np.random.default_rng(1).integers(0, 150_000, num_tokens + 1).tolist()
     request = SimpleNamespace(
-        request_id="r", num_computed_tokens=0, num_tokens=len(tokens), arrival_time=1.0, all_token_ids=tokens
+        request_id="r",
+        num_computed_tokens=0,
+        num_prompt_tokens=num_tokens,
+        num_tokens=len(tokens),
+        arrival_time=1.0,
+        all_token_ids=tokens,
     )
     tables = [list(range(1, num_tokens // BLOCK_TOKENS + 1))]
     step = SimpleNamespace(
@@ -172,12 +179,12 @@ def test_token_ids_of_a_long_context_travel_once_and_are_hashed_once(
     plans, all_bytes = plans_of(NUM_TOKENS), NUM_TOKENS * ids.TOKEN_BYTES
     carry_out(saver, plans)
 
-    assert len(plans) == NUM_TOKENS // STEP_TOKENS + 1
+    assert len(plans) == NUM_PARTS + 1
     assert sum(len(plan.token_ids) for plan in plans) == all_bytes
     assert sidecar.sent_token_bytes <= 1.05 * all_bytes
     assert hashed_bytes <= 1.3 * all_bytes, "ids, and each block's parent and tenant"
     assert sidecar.is_sealed
-    assert saver.counters.get("early_saves") == NUM_TOKENS // STEP_TOKENS
+    assert saver.counters.get("early_saves") == NUM_PARTS
 
 
 def test_a_save_that_the_sidecar_has_lost_is_opened_again_with_all_tokens(
