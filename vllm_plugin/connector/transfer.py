@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from contextcache.clock import Clock
@@ -102,6 +103,30 @@ class TransferPool:
             self._live.add(future)
         future.add_done_callback(self._forget)
         return future
+
+    def run_all(self, works: Sequence[Callable[[], None]]) -> None:
+        """Run pieces of work at once. When this returns or raises, each has ended or will never begin.
+
+        Raises the first error of the work, RuntimeError when no thread takes a piece.
+        """
+        errors: list[Exception] = []
+
+        def run(work: Callable[[], None]) -> None:
+            try:
+                work()
+            except Exception as exc:  # noqa: BLE001  # raised below, in the thread of the caller
+                errors.append(exc)
+
+        ended = threading.Semaphore(0)  # `wait` never ends for a future that was dropped from the queue
+        taken = [future for work in works if (future := self.try_submit(partial(run, work))) is not None]
+        for future in taken:
+            future.add_done_callback(lambda _: ended.release())
+        for _ in taken:
+            ended.acquire()
+        if errors:
+            raise errors[0]
+        if len(taken) < len(works) or any(future.cancelled() for future in taken):
+            raise RuntimeError("no thread takes the work")
 
     def _forget(self, future: Future[None]) -> None:
         with self._lock:

@@ -19,10 +19,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -41,6 +41,7 @@ from kv_sidecar.client import BlockFileWriter, context_files, file_meta, next_fi
 from vllm_plugin.connector.copies.codec import NotFinite
 from vllm_plugin.connector.copies.pages import Fence, PageCopy
 from vllm_plugin.connector.metadata import SavePlan
+from vllm_plugin.connector.settings import Bounds
 from vllm_plugin.connector.sidecar_link import Arena, Terms
 from vllm_plugin.connector.transfer import RankParts, TransferPool
 from vllm_plugin.crash_points import AFTER_SEAL, BEFORE_HAND_OVER, BEFORE_SEAL, BETWEEN_HANDED_BLOCKS, COPIED_OUT
@@ -160,8 +161,8 @@ class Saver(RankParts):
     uploads: TransferPool
     _saves: dict[str, Save] = field(default_factory=dict)
     """Saves by cache_ref. Only the engine's thread uses it."""
-    _copiers: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_COPIES_AT_ONCE, thread_name_prefix="context-cache-copies")
+    _copiers: TransferPool = field(
+        default_factory=lambda: TransferPool("copies", threads=_COPIES_AT_ONCE, queue_limit=Bounds.queue_limit)
     )
 
     def start(self, plan: SavePlan, fence: Fence, obstacle: str = "") -> None:
@@ -237,7 +238,7 @@ class Saver(RankParts):
 
     def close(self) -> None:
         """End the copying threads, once their copies have ended, and forget all saves."""
-        self._copiers.shutdown(wait=False)
+        self._copiers.close(0)
         self._saves.clear()
 
     def _submit(self, pool: TransferPool, save: Save, part: Part, work: Callable[[Save, Part], None]) -> None:
@@ -416,13 +417,7 @@ class Saver(RankParts):
         # A GPU takes all files in one call.
         num_shares = _COPIES_AT_ONCE if self.layers.files_at_once == 1 else 1
         shares = [share for start in range(num_shares) if (share := files[start::num_shares])]
-        filling: list[Future[None]] = []
-        try:
-            filling.extend(self._copiers.submit(self._gather, part.fence, share) for share in shares)
-        finally:
-            wait(filling)
-        for filled in filling:
-            filled.result()
+        self._copiers.run_all([partial(self._gather, part.fence, share) for share in shares])
 
     def _gather(self, fence: Fence, files: Sequence[SavedFile]) -> None:
         copies = [

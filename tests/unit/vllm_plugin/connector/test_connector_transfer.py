@@ -108,6 +108,33 @@ def test_work_that_was_refused_never_runs(monkeypatch: pytest.MonkeyPatch) -> No
     assert pool.close(30)
 
 
+def test_pieces_that_were_refused_or_dropped_are_not_taken_for_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing: a copy that no thread took stayed queued, and wrote into a slot that another file had by then."""
+    pool, may_end, written = TransferPool("test", threads=1, queue_limit=8), threading.Event(), list[str]()
+    pool.try_submit(lambda: may_end.wait() and None)
+    submit = pool._executor.submit
+
+    def refused_once_queued(*work: Any) -> Any:
+        submit(*work)
+        raise RuntimeError("can't start new thread")
+
+    def fails(name: str) -> None:
+        with pytest.raises(RuntimeError):
+            pool.run_all([lambda: written.append(name)])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._executor, "submit", refused_once_queued)
+        fails("refused")
+    dropped = threading.Thread(target=fails, args=("dropped",))
+    dropped.start()
+    wait_until(lambda: len(pool._live) == 2, what="the piece is queued")
+    pool.close(0)
+    may_end.set()
+    dropped.join(60)
+
+    assert (dropped.is_alive(), written) == (False, [])
+
+
 def test_results_are_taken_once() -> None:
     box = ResultBox()
     box.release_blocks("a")
