@@ -46,9 +46,7 @@ TierName: TypeAlias = Literal["host", "disk", "peer", "object"]
 class DamagedBlock(CorruptBlock):
     """A stored block with wrong bytes."""
 
-    def __init__(self, key: BlockKey, message: str) -> None:
-        super().__init__(message)
-        self.key = key
+    key: BlockKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +428,9 @@ class Tiers:
             self.blocks.found(block, None)
             raise CacheRefNotFound(_MISSING) from exc
         except CorruptBlock as exc:
-            raise DamagedBlock(it.key, str(exc)) from exc
+            damaged = DamagedBlock(str(exc))
+            damaged.key = it.key
+            raise damaged from exc
         except OSError as exc:
             raise SidecarUnavailable("the disk cannot be read") from exc
         else:

@@ -69,6 +69,8 @@ class PageCodec:
     name: str
     dtype: str
     page_bytes: int
+    group_numbers: int = GROUP_NUMBERS
+    """Numbers of a group; the benchmark of codecs compares sizes."""
 
     @property
     def coded_bytes(self) -> int:
@@ -122,8 +124,8 @@ class PageCodec:
     @property
     def _parts(self) -> tuple[tuple[int, int], ...]:
         """Groups and the numbers of each: the last group of a page may have fewer."""
-        whole, rest = divmod(self.page_bytes // self._dtype.itemsize, GROUP_NUMBERS)
-        return tuple((groups, size) for groups, size in ((whole, GROUP_NUMBERS), (1, rest)) if groups * size)
+        whole, rest = divmod(self.page_bytes // self._dtype.itemsize, self.group_numbers)
+        return tuple((groups, size) for groups, size in ((whole, self.group_numbers), (1, rest)) if groups * size)
 
     @property
     def _ends_bytes(self) -> int:
