@@ -146,8 +146,9 @@ async def test_the_end_of_the_time_ends_the_wait_with_the_best_that_is_here(pods
     older = await pods.here.save(DOCUMENT[:10])
     new = new_save(DOCUMENT, now_ms=pods.here.clock.now_ms())
     await pods.here.send_all(new)
-    found = await pods.ask(new.cache_ref, older.cache_ref, pull_wait_ms=0)
-    alone = await pods.ask(new.cache_ref, pull_wait_ms=0)
+    async with asyncio.timeout(30):
+        found = await pods.ask(new.cache_ref, older.cache_ref, pull_wait_ms=0)
+        alone = await pods.ask(new.cache_ref, pull_wait_ms=0)
 
     assert found.manifest is not None
     assert (found.manifest.cache_ref, found.missing) == (older.cache_ref, [])
