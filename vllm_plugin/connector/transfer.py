@@ -191,7 +191,7 @@ class Reporter:
         self._queue(lambda sidecar: sidecar.abandon_save(tenant, cache_ref, reason, started_at_ms=started_at_ms))
 
     def return_slots(self, arena: MappedArena, slot_ids: Sequence[int]) -> None:
-        """Queue the return of slots that no thread writes to. Never waits; lost, the next one tells it too."""
+        """Queue the return of slots that no thread writes to. Never waits; lost, the next report tells it."""
         with self._lock:
             self._owed.setdefault(arena, set()).update(slot_ids)
         self._queue(self._return_slots)
@@ -214,6 +214,8 @@ class Reporter:
         def deliver() -> None:
             try:
                 call(self._sidecar)
+                if self._owed:
+                    self._return_slots(self._sidecar)
             except ContextCacheError:
                 self._counters.add("lost_reports")
 

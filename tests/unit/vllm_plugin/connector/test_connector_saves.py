@@ -371,6 +371,27 @@ def test_a_word_on_one_arenas_slots_that_is_lost_keeps_no_other_arena_waiting(en
     assert {arena.borrower: slots for arena, slots in reporter._owed.items()} == {"old": {7}}
 
 
+def test_the_next_report_of_any_kind_returns_slots_that_a_lost_call_did_not(engine: Engine) -> None:
+    """Seen failing: until the next save failed, the slots stayed lent, and no file of the region's size had room."""
+
+    class Mapped:
+        borrower = "one"
+
+    def return_slots(borrower: str, slot_ids: Sequence[int]) -> None:
+        told.append((borrower, slot_ids))
+        if len(told) == 1:
+            raise SidecarUnavailable("for now")
+
+    reporter, arena, told = engine.loop.worker.worker_side._reporter, Mapped(), list[object]()
+    engine.sidecar.return_slots = return_slots
+    reporter.return_slots(arena, [7])  # type: ignore[arg-type]
+    reporter.end_load("0" * 16)
+    reporter._pool.drain(10)
+
+    assert told == [("one", [7])] * 2
+    assert not reporter._owed
+
+
 @pytest.mark.parametrize(("call", "num_opened"), [("lend_slots", 1), ("save_blocks", 0)])
 def test_an_arena_is_let_go_after_a_late_answer_only_where_that_may_have_lent_slots(
     start_engine: Callable[..., Engine], call: str, num_opened: int
