@@ -135,7 +135,10 @@ async def _discovered_endpoints(
         namespace=settings.kubernetes_namespace or api.namespace,
         selector=settings.kubernetes_service_selector,
         rules=SliceRules(
-            settings.kubernetes_port_name, settings.kubernetes_sidecar_port_name, settings.kubernetes_scheme
+            settings.kubernetes_port_name,
+            settings.kubernetes_sidecar_port_name,
+            settings.kubernetes_turn_port_name,
+            settings.kubernetes_scheme,
         ),
         metrics=metrics,
         clock=SystemClock(),

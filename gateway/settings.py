@@ -26,8 +26,9 @@ class EndpointSettings(BaseModel):
     url: str = Field(pattern=r"^https?://[^/]+(/.*)?$")
     sidecar: str = ""
     draining: bool = False
+    turn_url: str = Field("", pattern=r"^(https?://[^/]+(/.*)?)?$")
 
-    @field_validator("url")
+    @field_validator("url", "turn_url")
     @classmethod
     def _without_slash(cls, url: str) -> str:
         return url.rstrip("/")
@@ -45,7 +46,8 @@ class GatewaySettings(TlsSettings, TracingSettings):
     manager: str = "127.0.0.1:50051"
     """gRPC address of the context manager."""
     endpoints: tuple[EndpointSettings, ...] = ()
-    """JSON list of the pods: {"name", "url", "sidecar": gRPC address or "", "draining": false}."""
+    """JSON list of the pods: {"name", "url", "sidecar": gRPC address or "", "draining": false, "turn_url": URL of the
+    pod's turn process}. An empty turn_url is the same as url: the turn runs in vLLM's API server."""
     endpoints_file: Path | None = None
     """JSON file with such a list, instead of GATEWAY_ENDPOINTS. The gateway reads it again when it changes."""
     kubernetes_service_selector: str = ""
@@ -57,8 +59,11 @@ class GatewaySettings(TlsSettings, TracingSettings):
     """Name of the Service port for vLLM's HTTP API."""
     kubernetes_sidecar_port_name: str = "kv-grpc"
     """Name of the Service port for the kv-sidecar's gRPC. A pod without this port has no sidecar."""
+    kubernetes_turn_port_name: str = "turn"
+    """Name of the Service port for the pod's turn process. In a pod without this port the turn runs in vLLM's API
+    server."""
     kubernetes_scheme: Literal["http", "https"] = "http"
-    """Scheme of vLLM's HTTP API."""
+    """Scheme of vLLM's HTTP API and of the turn process."""
     tls_clients: Literal["required", "none"] = "required"
     """Client certificates with TLS on. `required`: callers of the HTTP front need a certificate of the CA, as Envoy
     has. `none`: they need none. The external processor always requires one."""

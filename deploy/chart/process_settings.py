@@ -59,6 +59,7 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
         "kubernetes_namespace": "the release's namespace",
         "kubernetes_port_name": _FIXED,
         "kubernetes_sidecar_port_name": _FIXED,
+        "kubernetes_turn_port_name": _FIXED,
         "kubernetes_scheme": "tls.enabled",
         "tls_clients": "envoy.mode: whoever stands in front has a certificate or has none",
         "ext_proc_listen": "envoy.mode",

@@ -226,7 +226,7 @@ class WatchedEndpoints:
         before, self._roster = dict(self._pods), None
         for endpoint in endpoints:
             pod = before.pop(endpoint.name, None)
-            if pod is None or pod.endpoint.url != endpoint.url:
+            if pod is None or (pod.endpoint.url, pod.endpoint.turn_url) != (endpoint.url, endpoint.turn_url):
                 self._add(endpoint, pod)
             else:
                 pod.endpoint = endpoint

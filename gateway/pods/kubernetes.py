@@ -9,7 +9,7 @@ Rules:
   and deletes must reach. The gateway's own probe decides each second whether the engine takes requests.
 - A pod that is terminating, not serving, or annotated to drain gets no new requests while another pod is ready.
   So readiness gates are obeyed, and a kubelet that is wrong about every pod stops none.
-- IPv4 comes before IPv6. The best of a pod's entries counts; its sidecar may come from another one.
+- IPv4 comes before IPv6. The best of a pod's entries counts; its sidecar and its turn process may come from others.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ SIDECAR_CONTAINER = "kv-sidecar"
 
 @dataclass(frozen=True, slots=True)
 class SliceRules:
-    """Names of the Services' ports, and the scheme of the HTTP API."""
+    """Names of the Services' ports, and the scheme of the HTTP API and of the turn process."""
 
     port_name: str = "http"
     sidecar_port_name: str = "kv-grpc"
+    turn_port_name: str = "turn"
     scheme: str = "http"
 
 
@@ -171,20 +172,22 @@ def endpoints_of(
 def _endpoint(name: str, entries: list[SliceAddress], pod: PodFacts | None, rules: SliceRules) -> Endpoint:
     entries = sorted(entries, key=lambda entry: _worse_last(entry, rules))
     best = entries[0]
-    # Two Services may select the pod, and only one of them have the sidecar's port.
+    # Two Services may select the pod, and only one of them have the sidecar's port, or the turn process's.
     sidecars = [entry.at(rules.sidecar_port_name) for entry in entries if pod is None or pod.has_sidecar]
+    turn = next(filter(None, (entry.at(rules.turn_port_name) for entry in entries)), "")
     return Endpoint(
         name,
         f"{rules.scheme}://{best.at(rules.port_name)}",
         next(filter(None, sidecars), ""),
         draining=best.terminating or not best.serving or (pod is not None and pod.leaving),
+        turn_url=turn and f"{rules.scheme}://{turn}",
     )
 
 
 def _worse_last(entry: SliceAddress, rules: SliceRules) -> tuple[Any, ...]:
     # Host and ports come last, so that equal slices in another order give the same endpoint.
     has_sidecar = rules.sidecar_port_name in entry.ports
-    ports = (entry.ports[rules.port_name], entry.ports.get(rules.sidecar_port_name, 0))
+    ports = [entry.ports.get(name, 0) for name in (rules.port_name, rules.sidecar_port_name, rules.turn_port_name)]
     return entry.is_ipv6, entry.terminating, not entry.serving, not has_sidecar, entry.host, ports
 
 

@@ -53,20 +53,30 @@ class Endpoint:
     name: str
     """Name under which sessions remember the pod as their holder."""
     url: str
-    """Root of its HTTP API, without a trailing slash."""
+    """Root of vLLM's HTTP API, without a trailing slash."""
     sidecar: str = ""
     """gRPC address of its kv-sidecar; empty: it has none."""
     draining: bool = False
     """True: the pod finishes its requests and gets no new ones while another pod is ready."""
+    turn_url: str = ""
+    """Root of its turn process, without a trailing slash. Empty, and then equal to `url`: the turn runs in vLLM's API
+    server."""
 
     address: str = field(init=False, compare=False)
-    """`host:port` of the HTTP API, the pod's name in proxies."""
+    """`host:port` of vLLM's HTTP API, a name of the pod in proxies."""
+    turn_address: str = field(init=False, compare=False)
+    """`host:port` of the turn process, a name of the pod in proxies."""
 
     def __post_init__(self) -> None:
-        """Parse the address once: every request needs it."""
-        found = urlsplit(self.url)
-        port = 443 if found.scheme == "https" else 80
-        object.__setattr__(self, "address", found.netloc if found.port else f"{found.netloc}:{port}")
+        """Parse both addresses once: every request needs one."""
+        object.__setattr__(self, "turn_url", self.turn_url or self.url)
+        object.__setattr__(self, "address", _address_of(self.url))
+        object.__setattr__(self, "turn_address", _address_of(self.turn_url))
+
+    @property
+    def has_turn_process(self) -> bool:
+        """Whether the turn runs in a process of its own, at another address than vLLM's."""
+        return self.turn_url != self.url
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +189,12 @@ class EndpointState:
         beyond_memory, beyond_disk = (max(0.0, self.tiers.get(name, 0.0) - _ROOM_SHARE) for name in ("host", "disk"))
         lost_s = beyond_memory / DISK_TOKENS_PER_S + beyond_disk / MOVED_TOKENS_PER_S
         return num_tokens * lost_s / (1 - _ROOM_SHARE)
+
+
+def _address_of(url: str) -> str:
+    found = urlsplit(url)
+    port = 443 if found.scheme == "https" else 80
+    return found.netloc if found.port else f"{found.netloc}:{port}"
 
 
 def move_s(num_tokens: int) -> float:

@@ -32,7 +32,9 @@ def endpoint_file(path: Path, metrics: Metrics) -> Reloaded[tuple[Endpoint, ...]
 
 def endpoint_of(settings: EndpointSettings) -> Endpoint:
     """Return the pod of an entry."""
-    return Endpoint(settings.name, settings.url, settings.sidecar, draining=settings.draining)
+    return Endpoint(
+        settings.name, settings.url, settings.sidecar, draining=settings.draining, turn_url=settings.turn_url
+    )
 
 
 def _read(path: Path) -> tuple[Endpoint, ...]:

@@ -38,10 +38,10 @@ def changed(file):
 
 
 def test_a_file_says_what_the_settings_would(path, metrics):
-    replace(path, [A, {"name": "b", "url": "https://b", "draining": True}])
+    replace(path, [{**A, "turn_url": "http://a:8010/"}, {"name": "b", "url": "https://b", "draining": True}])
 
     assert endpoint_file(path, metrics).value == (
-        Endpoint("a", "http://a:8001", "a:9001"),
+        Endpoint("a", "http://a:8001", "a:9001", turn_url="http://a:8010"),
         Endpoint("b", "https://b", draining=True),
     )
 

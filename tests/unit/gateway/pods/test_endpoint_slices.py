@@ -111,6 +111,32 @@ def test_ports_have_the_names_they_are_told():
     )
 
 
+def with_turn_port(found, name="turn"):
+    found["ports"].append({"name": name, "port": 8010})
+    return found
+
+
+def test_a_turn_process_has_its_own_port_in_the_slice():
+    """Seen failing without `turn_url` in `_endpoint`."""
+    found = discovered(with_turn_port(slice_object("s", slice_entry("a", "10.0.0.1")), "own"), turn_port_name="own")
+
+    assert (found[0].url, found[0].turn_url) == (A.url, "http://10.0.0.1:8010")
+    assert (found[0].address, found[0].turn_address) == ("10.0.0.1:8000", "10.0.0.1:8010")
+
+
+def test_the_turn_process_may_be_in_another_service_and_speaks_the_scheme_of_the_pod():
+    """Seen failing with the turn port of the best entry alone."""
+    slices = slice_object("s", slice_entry("a", "10.0.0.1")), slice_object("t", slice_entry("a", "10.0.0.1"))
+    del with_turn_port(slices[1])["ports"][1]
+
+    assert discovered(*slices, scheme="https")[0].turn_url == "https://10.0.0.1:8010"
+
+
+def test_without_the_port_the_turn_runs_in_vllms_api_server():
+    assert (A.turn_url, A.turn_address, A.has_turn_process) == (A.url, A.address, False)
+    assert Endpoint("a", A.url, turn_url="http://10.0.0.1:8010").has_turn_process
+
+
 def test_a_slice_without_the_port_lists_nobody():
     assert discovered(slice_object("s", slice_entry("a", "10.0.0.1")), port_name="other") == ()
 

@@ -147,9 +147,11 @@ async def test_pods_come_drain_and_go(endpoints):
     assert ready(endpoints) == ["a", "c"]
 
 
-async def test_a_pod_at_another_address_is_another_pod(endpoints):
+@pytest.mark.parametrize("moved", [Endpoint("a", "http://a2"), Endpoint("a", "http://a", turn_url="http://a:8010")])
+async def test_a_pod_at_another_address_is_another_pod(endpoints, moved):
+    """Seen failing with `url` alone compared."""
     await endpoints.probe_all()
-    endpoints.follow([Endpoint("a", "http://a2"), Endpoint("b", "http://b")])
+    endpoints.follow([moved, Endpoint("b", "http://b")])
 
     assert ready(endpoints) == ["b"]
 
