@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
@@ -14,12 +13,12 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from contextcache.process.metrics import ProbePage, health_page, metrics_server
-from contextcache.process.run import run_part, settings_or_exit, wants_help
+from contextcache.process.run import fast_loop, run_part, settings_or_exit, until_stopped, wants_help
+from contextcache.wire.http_server import HttpServer, bound_listener
 from gateway.app import gateway_app
 from gateway.envoy.front import EnvoyFront
 from gateway.envoy.server import ExtProcServer
 from gateway.http.app import HttpFront
-from gateway.http.uvicorn_limits import HttpServer
 from gateway.settings import GatewaySettings
 from gateway.tenants.keys import hash_key
 
@@ -47,7 +46,7 @@ async def serve(
 
     Calls `on_started` with the ports. Raises OSError if a port is taken.
     """
-    with closing(_listener(settings.host, settings.port)) as listener:
+    with closing(bound_listener(settings.host, settings.port)) as listener:
         async with (
             gateway_app(settings, registry=CollectorRegistry()) as front,
             _metrics_served(front, settings),
@@ -81,7 +80,7 @@ async def serve(
             if on_started is not None:
                 on_started(ports)
             try:
-                await _until_stopped(serving, stop)
+                await until_stopped(serving, stop)
                 front.ready_state.draining = True
                 if ext_proc is not None:
                     await ext_proc.drain()
@@ -94,14 +93,6 @@ async def serve(
                     await ext_proc.stop(settings.drain_timeout_s)
                 await serving
     log.info("gateway stopped")
-
-
-async def _until_stopped(serving: asyncio.Task[None], stop: asyncio.Event) -> None:
-    stopping = asyncio.create_task(stop.wait(), name="stop signal")
-    try:
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stopping.cancel()
 
 
 def _metrics_served(front: HttpFront, settings: GatewaySettings) -> AbstractAsyncContextManager[object]:
@@ -122,30 +113,6 @@ def _metrics_served(front: HttpFront, settings: GatewaySettings) -> AbstractAsyn
     return metrics_server(settings.metrics_host, settings.metrics_port, registry=registry, pages=pages)
 
 
-def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets with an explicit TCP protocol.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError as exc:
-        listener.close()
-        raise OSError(exc.errno, f"cannot listen on {host}:{port}: {exc.strerror}") from exc
-    listener.setblocking(False)
-    return listener
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        import uvloop
-    except ImportError:
-        # asyncio's own event loop works too, slower.
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop
-
-
 def main() -> None:
     """Run as a program. Exits with 2 for invalid settings, with 1 for a port or a file that cannot be opened."""
     if sys.argv[1:] == ["hash-key"]:
@@ -158,7 +125,7 @@ def main() -> None:
         "gateway",
         lambda stop: serve(settings, stop),
         log_level=settings.log_level,
-        loop_factory=_loop_factory(),
+        loop_factory=fast_loop(),
     )
 
 

@@ -101,3 +101,21 @@ def run_until_signalled(
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(main())
+
+
+def fast_loop() -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return what makes an event loop: uvloop's if it is installed, else asyncio's, which is slower."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+async def until_stopped(serving: asyncio.Task[None], stop: asyncio.Event) -> None:
+    """Return when `stop` is set or the server has ended."""
+    stopping = asyncio.create_task(stop.wait(), name="stop signal")
+    try:
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()

@@ -138,16 +138,21 @@ class ConnectionLimit:
     For one event loop.
     """
 
-    def __init__(self, max_connections: int) -> None:
+    def __init__(self, max_connections: int, *, replaces_asked: bool = True) -> None:
+        """`replaces_asked`: if all have sent a request, the oldest of them is replaced, else the new one is aborted."""
         self._max_connections = max_connections
+        self._replaces_asked = replaces_asked
         self._open: dict[asyncio.WriteTransport, None] = {}
         """All connections, oldest first."""
         self._silent: dict[asyncio.WriteTransport, None] = {}
         """Connections without a request, oldest first."""
 
     def admit(self, transport: asyncio.WriteTransport) -> None:
-        """Count a new connection. At the limit it replaces another one."""
+        """Count a new connection. At the limit it replaces another one, or is aborted."""
         if len(self._open) >= self._max_connections:
+            if not (self._silent or self._replaces_asked):
+                transport.abort()
+                return
             self.end(next(iter(self._silent or self._open)))
         self._open[transport] = self._silent[transport] = None
 

@@ -88,6 +88,17 @@ def carries_name(certificate: Mapping[str, Any] | None, name: str) -> bool:
     return certificate is not None and ("DNS", name) in certificate.get("subjectAltName", ())
 
 
+def tls_arguments(url: str, tls: WatchedTls | None) -> dict[str, Any]:
+    """Return the arguments of an aiohttp request to a pod by https: our certificate, and the pods' TLS name.
+
+    The name replaces the pod's address. Empty for http, and without `tls`: then the system's CAs apply. aiohttp opens
+    new connections for a new context.
+    """
+    if tls is None or not url.startswith("https:"):
+        return {}
+    return {"ssl": tls.current().client_context, "server_hostname": tls.server_name}
+
+
 def _read(files: TlsFiles) -> TlsMaterial:
     paths = (files.cert_file, files.key_file, files.ca_file)
     certificate, key, ca = map(read_bounded, paths)

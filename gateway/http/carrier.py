@@ -18,12 +18,12 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from contextcache.errors import ContextCacheError, EngineFailed
+from contextcache.wire.tls import tls_arguments
 from contextcache.wire.tracing import trace_headers
 from gateway.flows import REQUEST_ID_HEADER, Forward
 from gateway.fronts import ClientGone
 from gateway.http.exchange import Exchange
 from gateway.parts import Parts
-from gateway.pods.probe import tls_arguments
 
 log = logging.getLogger(__name__)
 

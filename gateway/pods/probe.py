@@ -18,7 +18,7 @@ from yarl import URL
 from contextcache.clock import Clock, SystemClock
 from contextcache.identity import IN_FLIGHT_HEADER, read_in_flight
 from contextcache.model import ModelId
-from contextcache.wire.tls import WatchedTls
+from contextcache.wire.tls import WatchedTls, tls_arguments
 from gateway.pods.endpoints import Health
 from gateway.pods.state import Endpoint, EngineLoad
 
@@ -86,17 +86,6 @@ class HttpProbe:
             return exc.partial  # the whole page
         except (TimeoutError, aiohttp.ClientError):
             return None
-
-
-def tls_arguments(url: str, tls: WatchedTls | None) -> dict[str, Any]:
-    """Return the arguments of an aiohttp request to a pod by https: our certificate, and the pods' TLS name.
-
-    The name replaces the pod's address. Empty for http, and without `tls`: then the system's CAs apply. aiohttp opens
-    new connections for a new context.
-    """
-    if tls is None or not url.startswith("https:"):
-        return {}
-    return {"ssl": tls.current().client_context, "server_hostname": tls.server_name}
 
 
 def model_names(body: bytes) -> frozenset[ModelId]:

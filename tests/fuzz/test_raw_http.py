@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gateway.http.uvicorn_limits import HEAD_SIZE_BYTES_MAX
+from contextcache.wire.http_server import HEAD_SIZE_BYTES_MAX
 from tests.kit.gateway_parts import KEY
 
 DEADLINE_S = 40

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.__main__ import _listener, main
+from contextcache.wire.http_server import bound_listener
+from gateway.__main__ import main
 from gateway.tenants.keys import hash_key
 from tests.kit.gateway_parts import KEY, SECRET, write_keys
 
@@ -116,7 +117,7 @@ async def test_answers_are_sent_without_waiting_for_more_to_send():
     """Seen failing with a listener of protocol 0, which asyncio does not know as TCP: each answer took 40 ms more."""
     connected = asyncio.get_running_loop().create_future()
     server = await asyncio.start_server(
-        lambda _reader, writer: connected.set_result(writer), sock=_listener("127.0.0.1", 0)
+        lambda _reader, writer: connected.set_result(writer), sock=bound_listener("127.0.0.1", 0)
     )
     async with server:
         _, client = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 import trustme
 
-import gateway.http.uvicorn_limits
+import contextcache.wire.http_server
 from context_manager.server import manager_server
 from contextcache.wire.tls import WatchedTls
 from gateway.__main__ import serve
@@ -266,8 +266,8 @@ async def test_new_files_are_shown_to_new_connections_and_old_connections_go_on(
 async def test_a_client_that_never_shakes_hands_is_gone_at_the_deadline(
     tmp_path, certificates, engine, manager, monkeypatch
 ):
-    assert gateway.http.uvicorn_limits.HANDSHAKE_TIMEOUT_S == 10
-    monkeypatch.setattr(gateway.http.uvicorn_limits, "HANDSHAKE_TIMEOUT_S", 0.2)
+    assert contextcache.wire.http_server.HANDSHAKE_TIMEOUT_S == 10
+    monkeypatch.setattr(contextcache.wire.http_server, "HANDSHAKE_TIMEOUT_S", 0.2)
     async with running_front(tmp_path, certificates, engine, manager) as (port, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         async with asyncio.timeout(DEADLINE_S):

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from gateway.http.uvicorn_limits import HEAD_SIZE_BYTES_MAX, HttpBounds
+from contextcache.wire.http_server import HEAD_SIZE_BYTES_MAX, HttpBounds
 
 READ_BYTES = 1 << 14
 HEAD = b"POST / HTTP/1.1\r\nhost: g\r\n"

@@ -1,4 +1,4 @@
-"""The HTTP front's listener: uvicorn with more limits, HTTP/1.0, and TLS with files that may change.
+"""HTTP server of gateway and turn process: uvicorn with more limits, HTTP/1.0, and TLS with files that may change.
 
 uvicorn bounds neither time nor size of a request's head, and a client needs no key to send one. Rules:
 
@@ -6,23 +6,24 @@ uvicorn bounds neither time nor size of a request's head, and a client needs no 
   that is silent after an answer. The rest of a refused body counts as this wait, so its reading ends.
 - Head and trailers together have at most HEAD_SIZE_BYTES_MAX.
 - A client that closes the connection ends all of its requests.
+- With a bound on connections, a new one replaces the oldest that has sent no request. If all have sent one, the new
+  connection is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from contextcache.wire.connections import HttpsListener
+from contextcache.wire.connections import ConnectionLimit, HttpsListener
 from contextcache.wire.tls import HANDSHAKE_TIMEOUT_S, WatchedTls, carries_name
 
 HEAD_TIMEOUT_S = 30.0
@@ -33,6 +34,8 @@ _HEADER_OVERHEAD_BYTES = 32
 """Cost of a header beside its letters, as HTTP/2 counts it. It bounds the number of headers."""
 
 
+_App: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
+"""ASGI application."""
 _Protocol: Any = object
 """Stands for uvicorn's protocol, which a class has as its next base."""
 
@@ -41,11 +44,21 @@ class HttpServer(uvicorn.Server):
     """One listener. Its owner stops it by `should_exit`."""
 
     def __init__(
-        self, front: ASGIApp, *, drain_timeout_s: float, tls: WatchedTls | None, require_clients: bool
+        self,
+        front: _App,
+        *,
+        drain_timeout_s: float,
+        tls: WatchedTls | None,
+        require_clients: bool,
+        connections_max: int | None = None,
     ) -> None:
-        """`require_clients`: with `tls`, serve only clients whose certificate has the deployment's name."""
+        """`require_clients`: with `tls`, serve only clients whose certificate has the deployment's name.
+
+        `connections_max`: None for no bound.
+        """
         client_name = tls.server_name if tls is not None and require_clients else None
-        http: Any = partial(BoundedHttp, client_name=client_name)
+        limit = None if connections_max is None else ConnectionLimit(connections_max, replaces_asked=False)
+        http: Any = partial(BoundedHttp, client_name=client_name, limit=limit)
         config = uvicorn.Config(
             front,
             http=http,
@@ -60,6 +73,13 @@ class HttpServer(uvicorn.Server):
         config.load()
         self._context = None if tls is None else partial(tls.server_context, require_clients=require_clients)
         super().__init__(config)
+
+    async def finish_requests(self, *, within_s: float) -> None:
+        """Return once no request runs, after `within_s` seconds at most. New requests are served meanwhile."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self.server_state.tasks:
+                    await asyncio.wait(set(self.server_state.tasks))
 
     @contextmanager
     @override
@@ -93,9 +113,12 @@ class HttpBounds(_Protocol):  # type: ignore[misc]  # Any
     alone calls the methods from `on_message_begin` on, this class does so.
     """
 
-    def __init__(self, *arguments: Any, client_name: str | None = None, **others: Any) -> None:
+    def __init__(
+        self, *arguments: Any, client_name: str | None = None, limit: ConnectionLimit | None = None, **others: Any
+    ) -> None:
         """`client_name`: serve only clients whose certificate has the name, because a CA may sign for others too."""
         super().__init__(*arguments, **others)
+        self._limit = limit
         self._client_name = client_name
         self._is_named = client_name is None
         self._deadline: asyncio.TimerHandle | None = None
@@ -110,6 +133,8 @@ class HttpBounds(_Protocol):  # type: ignore[misc]  # Any
         """Begin to wait for a head. Abort the connection of a client without the name."""
         super().connection_made(transport)
         self._wait_for_head()
+        if self._limit is not None:
+            self._limit.admit(transport)
         if self._client_name is not None:
             self._is_named = carries_name(transport.get_extra_info("peercert"), self._client_name)
         if not self._is_named:
@@ -126,10 +151,14 @@ class HttpBounds(_Protocol):  # type: ignore[misc]  # Any
             self.send_400_response("The request's head is too large.")
         if not self._is_between_requests():
             self._stop_waiting()
+            if self._limit is not None:
+                self._limit.note_asked(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End all requests of the connection."""
         self._stop_waiting()
+        if self._limit is not None:
+            self._limit.end(self.transport)
         super().connection_lost(exc)
         # uvicorn 0.54 tells only the newest request. The answered one must stop too, and the pod behind it.
         if self._answered is not None and not self._answered.response_complete:
@@ -180,7 +209,7 @@ class HttpBounds(_Protocol):  # type: ignore[misc]  # Any
         if self._head_bytes > HEAD_SIZE_BYTES_MAX:
             raise ValueError("the request's head is too large")
 
-    def _start_asgi_task(self, cycle: Any, app: ASGIApp) -> None:
+    def _start_asgi_task(self, cycle: Any, app: _App) -> None:
         self._answered = cycle
         super()._start_asgi_task(cycle, _until_closed(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
@@ -189,16 +218,32 @@ class BoundedHttp(HttpBounds, AutoHTTPProtocol):  # type: ignore[misc,valid-type
     """The protocol of HttpServer's connections."""
 
 
-def _until_closed(cycle: Any, app: ASGIApp) -> ASGIApp:
+def bound_listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens and does not block. Raises OSError with the address when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only on sockets with an explicit TCP protocol.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as exc:
+        listener.close()
+        raise OSError(exc.errno, f"cannot listen on {host}:{port}: {exc.strerror}") from exc
+    listener.setblocking(False)
+    return listener
+
+
+def _until_closed(cycle: Any, app: _App) -> _App:
     """Return `app` with answers that HTTP/1.0 can read: without a size they end with the connection.
 
     uvicorn (0.54, protocols/http/httptools_impl.py, `RequestResponseCycle.send`) would send chunks.
     """
 
-    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+    async def answered(scope: Any, receive: Any, send: Any) -> None:
         is_sized = True
 
-        async def sent(message: Message) -> None:
+        async def sent(message: Any) -> None:
             nonlocal is_sized
             if message["type"] == "http.response.start":
                 is_sized = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
