@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +21,7 @@ from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_server import running_gateway, settings_for
 from tests.kit.pages import blocks, commands
 from tests.kit.turn_pod import MODEL, running_turn_pod
-from tests.kit.vllm_words import anthropic_state, responses_state
+from tests.kit.vllm_words import responses_state
 
 PAGES = Path("docs/sdks")
 CACHED = 7
@@ -41,7 +40,7 @@ def examples(page: str, language: str) -> list[str]:
 
 @pytest.fixture
 def engine():
-    state = SimpleNamespace(**vars(anthropic_state()), **vars(responses_state()))
+    state = responses_state()
     return FakeVllm(state=state, cached_tokens=CACHED, answer=lambda ids: " The Loire.")
 
 

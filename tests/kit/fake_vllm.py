@@ -98,7 +98,7 @@ class FakeVllm:
         if route is None:
             await _json(send, 404, {"error": {"message": "Not Found"}})
             return
-        if self.model is not None and request.get("model") != self.model:
+        if self.model is not None and request.get("model") not in (None, self.model):
             await _json(send, 404, {"error": {"message": f"The model `{request.get('model')}` does not exist."}})
             return
         await route(scope, request, send)
@@ -123,8 +123,8 @@ class FakeVllm:
         if "messages" in request:
             ids = self.render(
                 request["messages"],
-                generate=request["add_generation_prompt"],
-                open_end=request["continue_final_message"],
+                generate=request.get("add_generation_prompt", True),
+                open_end=request.get("continue_final_message", False),
                 tools=request.get("tools"),
                 thinks=(request.get("chat_template_kwargs") or {}).get("enable_thinking", True),
             )

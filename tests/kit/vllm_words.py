@@ -9,16 +9,13 @@ from typing import Any
 from tests.kit.fake_vllm import EOS
 
 
-def anthropic_state(*, merge_inline_system: bool = False) -> SimpleNamespace:
-    """Return an application's state with what serves `/v1/messages`. Imports vLLM: some seconds."""
+def anthropic_serving() -> Any:
+    """Return what serves `/v1/messages`: its converters alone. Imports vLLM: some seconds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own
         from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-    serving: Any = object.__new__(AnthropicServingMessages)
-    serving._merge_inline_system = merge_inline_system
-    serving._disabled_thinking_effort = "none"
-    return SimpleNamespace(anthropic_serving_messages=serving)
+    return object.__new__(AnthropicServingMessages)
 
 
 def responses_state() -> SimpleNamespace:

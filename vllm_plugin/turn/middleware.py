@@ -72,8 +72,6 @@ from vllm_plugin.turn.waiting import Draining
 log = logging.getLogger(__name__)
 
 _PATHS = TURN_PATHS | {CONTEXT_PATH}
-_DIALECTS: Mapping[str, type[Anthropic | Responses]] = {MESSAGES_PATH: Anthropic, RESPONSES_PATH: Responses}
-"""Dialects of their own; other routes have the engine's."""
 _IN_FLIGHT = IN_FLIGHT_HEADER.encode()
 _HEALTH_PATH = "/health"
 _SKEW_RETRY_S = 5
@@ -97,6 +95,7 @@ class TurnMiddleware:
         self._kept: KeptRequests | None = None
         if not self._settings.lmcache_url:  # LMCache keeps plain requests itself
             self._kept = KeptRequests(self._secret, story.kv, story.clock, story.metrics)
+        self._messages = Anthropic()
         self._large_bodies = LargeBodies()
         self._body_queue = BodyQueue()
         self._draining = Draining(timeout_s=self._settings.drain_timeout_s, give_up=story.give_up)
@@ -244,8 +243,11 @@ class TurnMiddleware:
         # The engine refuses other types without a context. A page of another origin needs permission to send this one.
         if client.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise InvalidRequest("Content-Type must be application/json", param="Content-Type")
-        if (dialect := _DIALECTS.get(path)) is not None:
-            client.dialect = await dialect.of(client.scope)
+        if path == RESPONSES_PATH:
+            client.dialect = await Responses.of(client.scope)
+        elif path == MESSAGES_PATH:
+            client.dialect = self._messages
+        await client.dialect.prepare(client.engine)
         request, new = await self._large_bodies.read(
             lambda whole: self._read_turn(client, whole, named),
             raw,

@@ -10,15 +10,13 @@ from tests.kit.fake_vllm import FakeVllm
 from tests.kit.fronts import code_of, only_envoy
 from tests.kit.gateway_parts import OTHER_KEY
 from tests.kit.turn_pod import MODEL, running_turn_pod
-from tests.kit.vllm_words import anthropic_state
 
-STATE = anthropic_state()
 BODY = {"model": MODEL, "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
 
 
 @pytest.fixture
 async def pod(tmp_path, manager):
-    async with running_turn_pod(tmp_path, manager_port=manager.port, engine=FakeVllm(state=STATE)) as pod:
+    async with running_turn_pod(tmp_path, manager_port=manager.port, engine=FakeVllm()) as pod:
         yield pod
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +13,7 @@ from tests.kit.fronts import envoy_too, running_front
 from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_server import DEADLINE_S, settings_for
 from tests.kit.turn_pod import MODEL, running_turn_pod
-from tests.kit.vllm_words import anthropic_state, responses_state
+from tests.kit.vllm_words import responses_state
 
 PUBLIC = ["/healthz", "/readyz", "/openapi.json", "/console", "/console/turns.js", "/", "/healthz/"]
 SAID = {"role": "user", "content": "Hi"}
@@ -28,7 +27,7 @@ STREAMS = {
 
 @pytest.fixture
 async def pod(tmp_path, manager):
-    state = SimpleNamespace(**vars(anthropic_state()), **vars(responses_state()))
+    state = responses_state()
     async with running_turn_pod(tmp_path, manager_port=manager.port, engine=FakeVllm(state=state)) as pod:
         yield pod
 

@@ -19,6 +19,7 @@ from vllm_plugin.turn.answer.events import Event, EventSplitter
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_turn
 
 if TYPE_CHECKING:
+    from vllm_plugin.turn.engine import Engine
     from vllm_plugin.turn.turn import Client, Turn
 
 _DONE = b"[DONE]"
@@ -320,6 +321,9 @@ class Dialect:
 
     It translates a request into a turn, the turn into the engine's request, and its answer into the client's.
     """
+
+    async def prepare(self, engine: Engine) -> None:
+        """Learn of the engine what `turn` needs. Raises EngineFailed, NoReadyEndpoint."""
 
     def turn(self, client: Client, body: dict[str, Any], raw: bytes, named: SessionId | None) -> TurnRequest:  # noqa: ARG002  # the others read them
         """Check a request, `raw` as it came, of the context it was routed for. Raises InvalidRequest."""

@@ -16,11 +16,10 @@ import pytest
 from contextcache.model import NewSession, TurnCommit
 from tests.kit.fake_vllm import FakeVllm, decode
 from tests.kit.turn_bench import Pod
-from tests.kit.vllm_words import anthropic_state, responses_state
+from tests.kit.vllm_words import responses_state
 
 Message = dict[str, Any]
 STATE = responses_state()
-STATE.anthropic_serving_messages = anthropic_state().anthropic_serving_messages
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 NEW = {"role": "user", "content": "And what comes after all of that?"}
 

@@ -5,19 +5,18 @@ Seen failing: without them no byte was sent before the first token.
 
 import asyncio
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from contextcache.errors import ContextNotFound
 from tests.kit.fake_vllm import FakeVllm, _json
 from tests.kit.turn_bench import Pod
-from tests.kit.vllm_words import anthropic_state, responses_state
+from tests.kit.vllm_words import responses_state
 from vllm_plugin.turn.answer.keep_alive import KeepAlive
 
 pytestmark = pytest.mark.looptime
 
-STATE = SimpleNamespace(**vars(anthropic_state()), **vars(responses_state()))
+STATE = responses_state()
 COMMENT = b": keep-alive\n\n"
 EVERY_10_S = [(b"x-keep-alive-comments", b"10")]
 HI = [{"role": "user", "content": "Hi"}]

@@ -11,11 +11,10 @@ from contextcache.errors import ContextLengthExceeded, EngineFailed, InvalidRequ
 from contextcache.process.logs import traceback_without_messages
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import Pod
-from tests.kit.vllm_words import anthropic_state, responses_state
+from tests.kit.vllm_words import responses_state
 from vllm_plugin.turn.refusals import engine_error
 
 STATE = responses_state()
-STATE.anthropic_serving_messages = anthropic_state().anthropic_serving_messages
 SECRET_WORDS = "the patient is called Ann"
 
 

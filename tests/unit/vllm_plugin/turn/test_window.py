@@ -1,7 +1,6 @@
 """A prompt that cannot fit is refused by its beginning; one that fits is never refused."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -10,11 +9,11 @@ from hypothesis import strategies as st
 from contextcache.errors import ContextLengthExceeded, ContextNotFound
 from tests.kit.fake_vllm import FakeVllm, encode
 from tests.kit.turn_bench import Pod
-from tests.kit.vllm_words import anthropic_state, responses_state
+from tests.kit.vllm_words import responses_state
 from vllm_plugin.turn.prompt.composition import CHARS_PER_TOKEN, CUT_TOKENS, SHORT_TOKENS, refuse_too_long
 from vllm_plugin.turn.prompt.request import read_turn
 
-STATE = SimpleNamespace(**vars(anthropic_state()), **vars(responses_state()))
+STATE = responses_state()
 WINDOW = 2048
 SIZE = 150_000
 LONG = "word " * (SIZE // 5)
