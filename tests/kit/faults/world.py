@@ -266,7 +266,7 @@ class World:
             yield [copy for key, copy in copies.items() if key.kind == kind]
 
     def _manifests_of(self, told: Told) -> list[Path]:
-        return [path for path in self.files.on_disk("manifest") if _metadata(path)["session_id"] == told.session_id]
+        return [path for path in self.files.on_disk("manifest") if _metadata(path).get("session_id") == told.session_id]
 
     def _manifest_of(self, told: Told) -> Manifest:
         return decode_manifest(self._manifests_of(told)[-1].read_bytes())
@@ -376,7 +376,10 @@ def _body(prompt: list[int]) -> dict[str, Any]:
 
 
 def _metadata(path: Path) -> dict[str, str]:
-    header, _ = decode_header(memoryview(path.read_bytes()))
+    try:
+        header, _ = decode_header(memoryview(path.read_bytes()))
+    except FileNotFoundError:  # of a case before: the sidecar removes it meanwhile, or it became a dangling link
+        return {}
     return dict(header.metadata)
 
 
