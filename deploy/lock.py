@@ -24,7 +24,7 @@ _MARKER = re.compile(
     r" ; (python_full_version < '3\.15' and )?"
     r"\(\(platform_machine == 'aarch64' and sys_platform == 'linux'\) or .*?\)\)"
 )
-_SERVER = "gateway,manager,sidecar,injector,tracing"
+_SERVER = "gateway,manager,sidecar,turn,injector,tracing"
 
 
 @dataclass(frozen=True, slots=True)

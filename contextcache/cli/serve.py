@@ -31,6 +31,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "manager": Part("context_manager", "manager", "Keep sessions, transcripts and turns in Redis."),
     "sidecar": Part("kv_sidecar", "sidecar", "Keep KV blocks beside one vLLM pod."),
+    "turn": Part("vllm_plugin.turn", "turn", "Run the turns of one vLLM pod."),
     "envoy": Part(
         "gateway.envoy",
         "gateway",

@@ -95,6 +95,10 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
     },
     "TURN_": {
         **_EVERYWHERE,
+        "engine_url": _FIXED,
+        "listen_host": _FIXED,
+        "listen_port": _FIXED,
+        "log_level": "logLevel",
         "manager": "the release's context managers",
         "sidecar": _FIXED,
         "lmcache_model": "engine.model",

@@ -39,6 +39,7 @@ from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
 from tests.kit.session_store import in_valkey
 from tests.kit.until import until
 from vllm_plugin.turn.app import compose_turns
+from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.settings import TurnSettings
 
 DEADLINE_S = 30
@@ -403,8 +404,7 @@ async def test_connections_are_bounded_and_those_that_go_make_room(certificates,
         await client.close()
 
 
-async def test_the_turn_middleware_speaks_tls_to_the_manager_and_its_sidecar(certificates, tmp_path, monkeypatch):
-    monkeypatch.setattr("prometheus_client.REGISTRY", CollectorRegistry())
+async def test_the_turn_middleware_speaks_tls_to_the_manager_and_its_sidecar(certificates, tmp_path):
     (tmp_path / "secret").write_bytes(SECRET)
     ours = WatchedTls(certificates.files)
     async with running_manager(ours) as manager_port, running_sidecar(certificates, tmp_path) as sidecar_port:
@@ -415,7 +415,8 @@ async def test_the_turn_middleware_speaks_tls_to_the_manager_and_its_sidecar(cer
             rpc_deadline_ms=DEADLINE_S * 1000,
             **certificates.settings,
         )
-        story = compose_turns(settings)
+        metrics = TurnMetrics(CollectorRegistry())
+        story = compose_turns(settings, metrics, metrics.certificates.open_tls(settings.tls))
 
         with pytest.raises(ContextNotFound):
             await story.manager.begin_turn("demo", "ctx_1", lease_id="l", lease_ttl_ms=1000)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import prometheus_client
-
 from context_manager.client import ContextManagerClient
 from contextcache.clock import SystemClock
 from contextcache.process.settings import read_secret
+from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import tracer_of
 from kv_sidecar.client import KVSidecarClient
 from vllm_plugin.turn.metrics import TurnMetrics
@@ -19,16 +18,13 @@ TRANSCRIPT_BYTES_MAX = 128 << 20
 memory for the KV of (2 TiB with an 8B model). A transcript that does not fit costs its next turn one whole reading."""
 
 
-def compose_turns(settings: TurnSettings) -> TurnStory:
+def compose_turns(settings: TurnSettings, metrics: TurnMetrics, tls: WatchedTls | None) -> TurnStory:
     """Return the story with real adapters.
 
-    Nothing is connected before the first turn. Raises OSError or ValueError when the secret or the certificate files
-    cannot serve.
+    Nothing is connected before the first turn. Raises OSError or ValueError when the secret cannot serve.
     """
     secret, clock = read_secret(settings.secret_file), SystemClock()
     timeout_s = settings.rpc_deadline_ms / 1000
-    metrics = TurnMetrics(prometheus_client.REGISTRY)
-    tls = metrics.certificates.open_tls(settings.tls)
     manager = ContextManagerClient(
         settings.manager,
         timeout_s=timeout_s,

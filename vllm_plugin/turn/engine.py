@@ -12,7 +12,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from contextcache.errors import ContextCacheError, EngineFailed, error_body, error_headers
+from contextcache.errors import ContextCacheError, EngineFailed, InvalidRequest, error_body, error_headers
 from contextcache.wire.tracing import TRACEPARENT, trace_headers
 from vllm_plugin.turn.refusals import engine_error
 
@@ -25,6 +25,8 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+_BODY_IDLE_S = 60.0
+"""Seconds without a byte of a request's body. A gateway sends a body in one go."""
 _TOKENIZE_DEADLINE_S = 30.0
 """A 32 MiB prompt takes seconds; anything longer is a stuck process."""
 _NOT_FORWARDED = frozenset(
@@ -140,6 +142,18 @@ async def send_whole(send: Send, status: int, headers: Sequence[tuple[str, str]]
     pairs = [(name.encode(), value.encode()) for name, value in (*headers, ("content-length", str(len(body))))]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def next_piece(receive: Receive) -> Message:
+    """Return the next part of a request's body. Raises InvalidRequest when none comes in time, or the client left."""
+    try:
+        async with asyncio.timeout(_BODY_IDLE_S):
+            message = await receive()
+    except TimeoutError as exc:
+        raise InvalidRequest(f"no byte of the body arrived for {_BODY_IDLE_S:.0f} s") from exc
+    if message["type"] == "http.disconnect":
+        raise InvalidRequest("the client closed the connection before its body was complete")
+    return message
 
 
 def _encode(body: dict[str, Any]) -> bytes:

@@ -7,7 +7,6 @@ passes without being looked at. `/health` tells the gateway's probe the requests
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from opentelemetry.trace import SpanKind
+from prometheus_client import REGISTRY
 
 from contextcache.claim import (
     RESPONSES_PATH,
@@ -60,8 +60,9 @@ from vllm_plugin.turn.answer.anthropic import Anthropic
 from vllm_plugin.turn.answer.keep_alive import KeepAlive, read_keep_alive
 from vllm_plugin.turn.answer.responses import Responses
 from vllm_plugin.turn.app import compose_turns
-from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send, body_then, send_error
+from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send, body_then, next_piece, send_error
 from vllm_plugin.turn.kept import KeptRequests
+from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.prompt.request import CONTEXT_PATH, MESSAGES_PATH, TurnRequest, read_new_session
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.story import TurnStory
@@ -78,8 +79,6 @@ _SKEW_RETRY_S = 5
 """Another pod's clock may be right, and NTP takes longer."""
 _ITEMS_AT_ONCE = 1000
 """Items of a response's body that are read in one step of the loop: vLLM's own types take a tenth of a ms each."""
-_BODY_IDLE_S = 60.0
-"""Without a byte of a request's body; a gateway sends it in one go."""
 
 
 class TurnMiddleware:
@@ -89,7 +88,10 @@ class TurnMiddleware:
         """Read the environment unless a story is given. Raises OSError, ValueError: no secret, no start."""
         show_logs_of("vllm_plugin.turn")
         self._app = without_strangers(app)
-        self._story = story = compose_turns(TurnSettings()) if story is None else story
+        if story is None:
+            settings, metrics = TurnSettings(), TurnMetrics(REGISTRY)
+            story = compose_turns(settings, metrics, metrics.certificates.open_tls(settings.tls))
+        self._story = story
         self._settings, self._clock = story.settings, story.clock
         self._secret = read_secret(self._settings.secret_file)
         self._kept: KeptRequests | None = None
@@ -98,7 +100,7 @@ class TurnMiddleware:
         self._messages = Anthropic()
         self._large_bodies = LargeBodies()
         self._body_queue = BodyQueue()
-        self._draining = Draining(timeout_s=self._settings.drain_timeout_s, give_up=story.give_up)
+        self.draining = Draining(timeout_s=self._settings.drain_timeout_s, give_up=story.give_up)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or run its turn."""
@@ -107,7 +109,7 @@ class TurnMiddleware:
             return
         is_http = scope["type"] == "http"
         is_post, is_health = is_http and scope["method"] == "POST", is_http and scope["path"] == _HEALTH_PATH
-        if self._draining.value and (is_post or is_health):
+        if self.draining.value and (is_post or is_health):
             # vLLM itself would answer 500, and 200 for its health.
             stopping = NoReadyEndpoint("this pod is shutting down", retry_after_s=1)
             await self._refuse(stopping, KeepAlive(send, scope["path"]))
@@ -180,7 +182,7 @@ class TurnMiddleware:
 
         async def told(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
-                self._draining.listen()
+                self.draining.listen()
                 await self._story.kv.start()
             elif message["type"].startswith("lifespan.shutdown."):
                 await self._story.close()
@@ -329,13 +331,7 @@ class TurnMiddleware:
         """
         body, limit_bytes = bytearray(), self._settings.max_body_bytes
         while True:
-            try:
-                async with asyncio.timeout(_BODY_IDLE_S):
-                    message = await client.receive()
-            except TimeoutError as exc:
-                raise InvalidRequest(f"no byte of the body arrived for {_BODY_IDLE_S:.0f} s") from exc
-            if message["type"] == "http.disconnect":
-                raise InvalidRequest("the client closed the connection before its body was complete")
+            message = await next_piece(client.receive)
             chunk = message.get("body", b"")
             if len(body) + len(chunk) > limit_bytes:
                 raise BodyTooLarge(f"the body is over {limit_bytes} bytes")

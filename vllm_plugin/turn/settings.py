@@ -1,4 +1,4 @@
-"""Settings of the turn middleware, from the environment of vLLM's API server."""
+"""Settings of the turn process, from its environment."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from contextcache.process.settings import TlsSettings, TracingSettings
 
 
 class TurnSettings(TlsSettings, TracingSettings):
-    """Settings of one API server process."""
+    """Settings of one turn process."""
 
     model_config = SettingsConfigDict(env_prefix="TURN_", frozen=True, extra="ignore")
 
+    engine_url: str = Field("http://127.0.0.1:8000", description="URL of vLLM, in the same pod.")
+    listen_host: str = Field("127.0.0.1", description="Address to listen on.")
+    listen_port: int = Field(8010, description="Port to listen on. 0 takes a free port.", ge=0, le=65535)
+    log_level: str = Field("INFO", description="Python log level.")
     manager: str = Field("127.0.0.1:50051", description="gRPC address of the context manager.")
     sidecar: str = Field("127.0.0.1:50061", description="gRPC address of this pod's kv-sidecar. unix:///path works.")
     lmcache_url: str = Field(

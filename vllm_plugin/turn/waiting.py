@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _CLIENT_S = 120.0
 """Time for which a client may leave a part of its answer unread."""
-_GRACE_S = 10.0
+GRACE_S = 10.0
 """Time that an application has after its client has left."""
 
 
@@ -50,7 +50,7 @@ class TurnPatience:
         if self._limit is not None and self._timer is not None and not self.lost_with:
             self.lost_with = whom
             self._out.set()
-            self._limit.reschedule(asyncio.get_running_loop().time() + _GRACE_S)
+            self._limit.reschedule(asyncio.get_running_loop().time() + GRACE_S)
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:

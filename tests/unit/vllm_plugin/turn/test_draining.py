@@ -28,7 +28,7 @@ async def test_new_turns_stateless_requests_and_probes_are_refused_and_a_running
     running = asyncio.create_task(pod.ask(session_id, prompt=" x", stream=True))
     await until(lambda: len(pod.engine.generations()) == 2, what="the turn runs", interval_s=0)
 
-    pod.app._draining.value = True
+    pod.app.draining.value = True
     refused = [
         await pod.create(prompt="y"),
         await pod.ask(session_id, prompt="y"),
@@ -54,11 +54,11 @@ async def test_a_turn_that_outlasts_the_drain_is_cut_and_its_session_free(pod):
     running = asyncio.create_task(pod.ask(session_id, prompt=" x", stream=True))
     await until(lambda: len(pod.engine.generations()) == 2, what="the turn runs", interval_s=0)
 
-    pod.app._draining._timeout_s = 1
-    pod.app._draining.begin(asyncio.get_running_loop())
+    pod.app.draining._timeout_s = 1
+    pod.app.draining.begin(asyncio.get_running_loop())
     answer = await asyncio.wait_for(running, 60)
 
-    pod.app._draining.value = False
+    pod.app.draining.value = False
     pod.engine.pause = None
     assert not answer.complete
     assert (await pod.ask(session_id, prompt=" y")).headers["x-context-generation"] == "2"
@@ -79,7 +79,7 @@ async def test_the_application_is_over_only_when_the_last_calls_were_made(pod):
         order.append("released")
 
     pod.app._app = lifespan
-    pod.app._draining = type("Quiet", (), {"value": False, "listen": lambda self: None})()
+    pod.app.draining = type("Quiet", (), {"value": False, "listen": lambda self: None})()
     pod.story.background.start(release())
     await pod.app({"type": "lifespan"}, None, send)
 
