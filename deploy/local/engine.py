@@ -36,12 +36,9 @@ def engine_command(settings: StackSettings, number: int, *, sidecar: str) -> tup
             **settings.connector,
         },
     }
-    plugin = (
-        "--middleware",
-        "vllm_plugin.turn.middleware.TurnMiddleware",
-        "--kv-transfer-config",
-        json.dumps(transfer),
-    )
+    plugin: tuple[str, ...] = ("--kv-transfer-config", json.dumps(transfer))
+    if not settings.has_turn_process:
+        plugin = ("--middleware", "vllm_plugin.turn.middleware.TurnMiddleware", *plugin)
     port = settings.ports.engine(number)
     return (*plain_command(settings.model_dir, port=port, dtype=settings.dtype), *plugin, *settings.engine_args)
 
@@ -68,13 +65,31 @@ def engine_environment(settings: StackSettings, number: int, *, sidecar: str) ->
         {
             **PLAIN_ENVIRONMENT,
             "VLLM_SERVER_DEV_MODE": "1" if settings.dev else "0",
-            "TURN_MANAGER": f"{LOOPBACK}:{settings.ports.manager}",
-            "TURN_SIDECAR": sidecar,
-            "TURN_SECRET_FILE": str(settings.paths.secret),
-            "TURN_ENDPOINT_NAME": endpoint_name(number),
+            **({} if settings.has_turn_process else _turn_variables(settings, number, sidecar)),
         },
         defaults=engine_defaults(settings.engines),
     )
+
+
+def turn_environment(settings: StackSettings, number: int, *, sidecar: str) -> dict[str, str]:
+    """Return the environment of an engine's turn process; `sidecar` is where it finds its own."""
+    return settings.environment(
+        {
+            **_turn_variables(settings, number, sidecar),
+            "TURN_ENGINE_URL": f"http://{LOOPBACK}:{settings.ports.engine(number)}",
+            "TURN_LISTEN_HOST": LOOPBACK,
+            "TURN_LISTEN_PORT": str(settings.ports.turn(number)),
+        }
+    )
+
+
+def _turn_variables(settings: StackSettings, number: int, sidecar: str) -> dict[str, str]:
+    return {
+        "TURN_MANAGER": f"{LOOPBACK}:{settings.ports.manager}",
+        "TURN_SIDECAR": sidecar,
+        "TURN_SECRET_FILE": str(settings.paths.secret),
+        "TURN_ENDPOINT_NAME": endpoint_name(number),
+    }
 
 
 def engine_defaults(engines: int = 1) -> Mapping[str, str]:

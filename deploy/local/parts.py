@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from deploy.local import readiness, s3_server
-from deploy.local.engine import engine_command, engine_environment
+from deploy.local.engine import engine_command, engine_environment, turn_environment
 from deploy.local.model import MODEL_NAME
 from deploy.local.pods import DRAIN_S, envoy_environment
 from deploy.local.ports import LOOPBACK
-from deploy.local.settings import StackSettings
+from deploy.local.settings import StackSettings, turn_in_process
 
-KINDS = ("redis", "s3", "manager", "sidecar", "engine", "gateway", "envoy")
+KINDS = ("redis", "s3", "manager", "sidecar", "engine", "turn", "gateway", "envoy")
 """What there is, in start order. Parts are named after their kind; the second engine is `engine-1`."""
 HOST_MEMORY_BYTES = 512 << 20
 """What each sidecar takes at its start for its memory tier: some eleven contexts of 2 000 tokens of SmolLM2."""
@@ -46,7 +46,8 @@ class Part:
 
 def part_names(engines: int, store: str = "") -> tuple[str, ...]:
     """Return the names of all parts in start order; they are stopped in the reverse."""
-    counted = {"sidecar": engines, "engine": engines, "s3": int(store == "s3")}
+    turns = engines if turn_in_process() else 0
+    counted = {"sidecar": engines, "engine": engines, "turn": turns, "s3": int(store == "s3")}
     return tuple(numbered(kind, number) for kind in KINDS for number in range(counted.get(kind, 1)))
 
 
@@ -59,6 +60,7 @@ def stack_parts(settings: StackSettings) -> tuple[Part, ...]:
         _manager(settings),
         *(_sidecar(settings, number) for number in numbers),
         *(_engine(settings, number) for number in numbers),
+        *(_turn(settings, number) for number in numbers if settings.has_turn_process),
         _gateway(settings),
         _envoy(settings),
     )
@@ -133,6 +135,15 @@ def _engine(settings: StackSettings, number: int) -> Part:
     command = engine_command(settings, number, sidecar=sidecar)
     env = engine_environment(settings, number, sidecar=sidecar)
     return Part(name, "engine", command, env, (port,), url, ready, 600, 30)
+
+
+def _turn(settings: StackSettings, number: int) -> Part:
+    name, port = numbered("turn", number), settings.ports.turn(number)
+    sidecar = f"unix://{settings.paths.sidecar_socket(numbered('sidecar', number))}"
+    url = f"http://{LOOPBACK}:{port}"
+    env = turn_environment(settings, number, sidecar=sidecar)
+    ready = readiness.HttpReady(f"{url}/health")
+    return Part(name, "turn", _module("vllm_plugin.turn"), env, (port,), url, ready, 60, 30)
 
 
 def _gateway(settings: StackSettings) -> Part:

@@ -1,7 +1,7 @@
 """Which port each part gets, and whether they are free.
 
 One number chooses all: Envoy's. The gateway's three follow it, the others begin ten above it, so two stacks need only
-different `PORT`s that are not within twenty of each other.
+different `PORT`s that are not within 24 of each other.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from deploy.local.progress import StepFailed
 DEFAULT_PORT = 8000
 LOOPBACK = "127.0.0.1"
 MAX_ENGINES = 4
-PORTS_OF_A_STACK = 20
+PORTS_OF_A_STACK = 24
 _OTHERS = 10
+_TURNS = 20
 _LISTEN_STATE = "0A"
 
 
@@ -70,6 +71,10 @@ class PortPlan:
     def engine(self, number: int) -> int:
         """Return the port of an engine, counted from 0."""
         return self.sidecar(number) + 1
+
+    def turn(self, number: int) -> int:
+        """Return the port of an engine's turn process, counted from 0."""
+        return self.envoy + _TURNS + number
 
 
 def plan_ports(port: int) -> PortPlan:

@@ -51,6 +51,11 @@ class StackSettings:
     """What the sidecars share: `dir`, a directory; `s3`, an S3 server that the stack starts; empty: nothing."""
 
     @property
+    def has_turn_process(self) -> bool:
+        """Whether turns run in a process of their own (`CONTEXT_CACHE_TURN=process`) or in vLLM's API server."""
+        return turn_in_process()
+
+    @property
     def ports(self) -> PortPlan:
         """The ports that follow from `port`."""
         return plan_ports(self.port)
@@ -61,6 +66,11 @@ class StackSettings:
         """Return a part's environment: `defaults`, the caller's, `own` (addresses, files, secrets), the stack's."""
         base = {"PYTHONUNBUFFERED": "1", **(defaults or {})}
         return base | dict(os.environ) | {"TMPDIR": str(self.paths.scratch), **(own or {})} | dict(self.env)
+
+
+def turn_in_process() -> bool:
+    """Return whether the environment asks for turn processes."""
+    return os.environ.get("CONTEXT_CACHE_TURN", "middleware") == "process"
 
 
 def plain(**asked: Any) -> dict[str, Any]:
