@@ -51,7 +51,7 @@ class StoredFiles:
 
 
 def _by_age(paths: object) -> list[Path]:
-    return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name))
+    return sorted(paths, key=lambda path: (path.lstat().st_mtime_ns, path.name))
 
 
 # One file and, for swaps, another of the same kind. All work in place or by rename, and leave the size right.
