@@ -54,6 +54,20 @@ _ALWAYS_SIGNED = frozenset({"tenant", "request_id", "session_id", "expires_at_ms
 
 
 @dataclass(frozen=True, slots=True)
+class Standby:
+    """Second ready pod of the same model and KV format: it continues an answer if the chosen pod's engine fails."""
+
+    name: str
+    """Name under which sessions remember the pod as their holder."""
+    url: str
+    """Root of its vLLM's HTTP API, without a trailing slash. For https the caller's own TLS settings apply."""
+    sidecar: str = ""
+    """gRPC address (`host:port`) of its sidecar; empty: it has none."""
+    kv_at: str = ""
+    """gRPC address of the chosen pod's sidecar, from which the standby's sidecar pulls the KV; empty: it has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
     """The caller of a request, and the context that the request claims."""
 
@@ -79,6 +93,8 @@ class Identity:
     """Sidecar (`host:port`) of a pod that served this beginning; empty: the chosen pod did, or none is known."""
     issued_at_ms: int = 0
     """Unix time in ms by the gateway's clock; 0: unknown."""
+    standby: Standby | None = None
+    """Pod that continues the answer if this pod's engine fails; None: no pod can."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -355,6 +355,7 @@ class Gateway:
                 expires_at_ms=now_ms + IDENTITY_TTL_MS,
                 beginning=query.affinity,
                 prefix_at=choice.prefix_at,
+                standby=self.parts.endpoints.standby(query, choice.endpoint),
             )
             headers[IDENTITY_HEADER] = sign_identity(signed, self.parts.secret)
         if session is not None and session.holder and choice.endpoint.name != session.holder:

@@ -29,10 +29,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from random import Random
 
+from contextcache.identity import Standby
 from contextcache.model import ModelId
 from gateway.metrics import Metrics
 from gateway.pods.roster import Roster
-from gateway.pods.routing import Choice, ChoiceReason, RouteQuery, choose_endpoint
+from gateway.pods.routing import Choice, ChoiceReason, RouteQuery, choose_endpoint, standby_for
 from gateway.pods.state import SETTLED_PROBES, Endpoint, EndpointState, EngineLoad, LoadLimits, Readiness
 from gateway.shares import PodTenants
 
@@ -115,6 +116,10 @@ class WatchedEndpoints:
         if is_made:
             self._choices[choice.reason].inc()
         return choice
+
+    def standby(self, query: RouteQuery, chosen: Endpoint) -> Standby | None:
+        """Return the pod that continues a request's answer if the chosen pod's engine fails; None: no pod can."""
+        return standby_for(self.roster(), query, chosen, rng=self.rng, limits=self.limits)
 
     def roster(self) -> Roster:
         """Return all listed pods; the same object until a pod comes, goes, or changes readiness or models."""

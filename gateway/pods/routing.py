@@ -11,6 +11,9 @@ Rules, in this order:
    share of new contexts.
 5. Other requests go to the least loaded pod.
 
+A request that a turn process answers also gets a standby (`standby_for`): the pod that continues the answer if the
+chosen pod's engine fails.
+
 Of many pods only a few are compared: the holder, pods that know the beginning, pods next to it on the hash ring, or a
 random sample.
 """
@@ -23,6 +26,7 @@ from enum import Enum
 from random import Random
 
 from contextcache.errors import EndpointsSaturated, TooManyInFlight
+from contextcache.identity import Standby
 from contextcache.model import ModelId
 from gateway.pods.roster import RETRY_AFTER_S, Roster, some_of
 from gateway.pods.state import MOVE_GAIN, Endpoint, EndpointState, LoadLimits, move_s
@@ -93,6 +97,31 @@ class Choice:
 def choose_endpoint(roster: Roster, query: RouteQuery, *, limits: LoadLimits, rng: Random) -> Choice:
     """Return the pod for a request. Raises NoReadyEndpoint, EndpointsSaturated, TooManyInFlight."""
     return _Choosing(roster, query, limits, rng).choice()
+
+
+def standby_for(
+    roster: Roster, query: RouteQuery, chosen: Endpoint, *, rng: Random, limits: LoadLimits
+) -> Standby | None:
+    """Return the pod that continues the answer if the chosen pod's engine fails; None: no pod can.
+
+    Both pods need a turn process of their own: it outlives the engine, and the other engine takes its requests. The
+    fingerprints must be equal, so that the other engine loads the KV and computes the same answer.
+    """
+    here = roster.named(chosen.name)
+    if here is None or not chosen.has_turn_process:
+        return None
+    fitting = [
+        state
+        for state in some_of(roster.candidates(query.model, query.subset).states, rng)
+        if state is not here
+        and state.endpoint.has_turn_process
+        and state.fingerprint == here.fingerprint
+        and not (state.endpoint.draining or state.is_saturated(limits) or state.is_full(limits))
+    ]
+    if not fitting:
+        return None
+    other = _least_loaded(fitting, rng).endpoint
+    return Standby(other.name, other.url, other.sidecar, chosen.sidecar)
 
 
 class _Choosing:

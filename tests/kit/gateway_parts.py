@@ -104,7 +104,8 @@ class Pods:
 class GatewayParts:
     """A Gateway with everything around it within reach. Pods `pod-a` and `pod-b` become ready with `probe`."""
 
-    def __init__(self, authenticator, *, pods=("pod-a", "pod-b"), limits=None, **settings):
+    def __init__(self, authenticator, *, pods=("pod-a", "pod-b"), limits=None, turn_port=None, **settings):
+        """`turn_port`: port of the pods' turn processes; None: the turns run in vLLM."""
         self.clock = ManualClock()
         self.refusals: Counter[str] = Counter()
         self.tenants = TenantLimits(
@@ -114,7 +115,8 @@ class GatewayParts:
         self.directory = Directory(self.clock)
         self.probe = Pods()
         self.sidecars = {name: MemorySidecar() for name in pods}
-        endpoints = [Endpoint(name, f"http://{name}:8001", name) for name in pods]
+        turn_url = f"http://{{}}:{turn_port}" if turn_port else ""
+        endpoints = [Endpoint(name, f"http://{name}:8001", name, turn_url=turn_url.format(name)) for name in pods]
         self.endpoints = WatchedEndpoints(
             endpoints, self.probe, metrics=self.metrics, clock_s=lambda: self.clock.now_ms() / 1000, rng=Random(0)
         )

@@ -12,6 +12,7 @@ from contextcache.errors import ForgedIdentity
 from contextcache.identity import (
     Identity,
     KVTransfer,
+    Standby,
     cache_salt,
     sign_identity,
     sign_kv_transfer,
@@ -48,6 +49,12 @@ def test_how_a_keys_usage_counts_is_read_back(usage):
     signed = sign_identity(replace(IDENTITY, usage=usage), SECRET)
 
     assert verify_identity(signed, SECRET, now_ms=0).usage is usage
+
+
+def test_the_pod_that_stands_by_is_read_back():
+    signed = replace(IDENTITY, standby=Standby("pod-b", "https://10.0.0.2:8000", "10.0.0.2:1", "10.0.0.1:1"))
+
+    assert verify_identity(sign_identity(signed, SECRET), SECRET, now_ms=0) == signed
 
 
 def test_a_signed_kv_transfer_is_read_back():

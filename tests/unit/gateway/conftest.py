@@ -22,6 +22,12 @@ async def parts(tmp_path):
 
 
 @pytest.fixture
+async def two_addresses(tmp_path):
+    """As `parts`, with pods whose turns run in processes of their own."""
+    return await _ready(tmp_path, turn_port=8010)
+
+
+@pytest.fixture
 async def salting(tmp_path):
     """As `parts`, with stateless completions salted."""
     return await _ready(tmp_path, salt_stateless=True)
