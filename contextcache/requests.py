@@ -162,13 +162,9 @@ class LargeBodies:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="large bodies")
         self._free_at_s = 0.0
 
-    async def read(self, reading: Callable[[bytes], Read], body: bytes, *, objects_max: int | None = None) -> Read:
-        """Return the result of `reading` a body; it must not touch the event loop's state. Raises as `reading`.
-
-        `objects_max`: a body with more objects is large, whatever its size; None: only size counts.
-        """
-        is_wide = objects_max is not None and body.count(b"{") > objects_max
-        if len(body) <= LARGE_BYTES and not is_wide:
+    async def read(self, reading: Callable[[bytes], Read], body: bytes) -> Read:
+        """Return the result of `reading` a body; it must not touch the event loop's state. Raises as `reading`."""
+        if len(body) <= LARGE_BYTES:
             return reading(body)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._read_in_turn, reading, body)
 

@@ -12,7 +12,6 @@ import pytest
 from tests.kit.clients import Answered, PydanticAI, Vercel
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_pod import running_turn_pod
-from tests.kit.vllm_words import responses_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -29,8 +28,7 @@ CONTEXT = {"session_id": "mine", "context_create": "if_missing"}
 
 @pytest.fixture
 async def pod(tmp_path, manager):
-    state = responses_state()
-    engine = FakeVllm(state=state, comment=b": keep-alive\n\n" * 2)
+    engine = FakeVllm(comment=b": keep-alive\n\n" * 2)
     async with running_turn_pod(tmp_path, manager_port=manager.port, engine=engine, single_tenant="demo") as pod:
         yield pod
 

@@ -21,7 +21,6 @@ from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_server import running_gateway, settings_for
 from tests.kit.pages import blocks, commands
 from tests.kit.turn_pod import MODEL, running_turn_pod
-from tests.kit.vllm_words import responses_state
 
 PAGES = Path("docs/sdks")
 CACHED = 7
@@ -40,8 +39,7 @@ def examples(page: str, language: str) -> list[str]:
 
 @pytest.fixture
 def engine():
-    state = responses_state()
-    return FakeVllm(state=state, cached_tokens=CACHED, answer=lambda ids: " The Loire.")
+    return FakeVllm(cached_tokens=CACHED, answer=lambda ids: " The Loire.")
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 EOS = 3
@@ -53,7 +52,9 @@ class FakeVllm:
 
     answer: Callable[[list[int]], str] = lambda ids: "!"
     calls: tuple[dict[str, Any], ...] = ()
-    """Tool calls at the end of every chat answer that is not streamed."""
+    """Tool calls at the end of every chat answer."""
+    reasoning: str = ""
+    """Reasoning before the text of every chat answer."""
     invisible: int = 0
     """Tokens of every answer that have no text, as special tokens have none."""
     finish_reason: str = "stop"
@@ -76,8 +77,6 @@ class FakeVllm:
     """Sent before the first event of a stream, as a keep-alive is."""
     chunk_bytes: int | None = None
     """Cut the stream into pieces of this size."""
-    state: SimpleNamespace = field(default_factory=SimpleNamespace)
-    """Of the application, as Starlette has it: vLLM's own parts, where a test gives them (`vllm_words.py`)."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body = b""
@@ -153,13 +152,14 @@ class FakeVllm:
         if "messages" in request and "prompt_token_ids" not in params:
             self.num_tokenized += len(ids)
         text = self.answer(ids)[: request.get("max_tokens") or 1000]
-        out = [SILENT] * self.invisible + encode(text + (_called(self.calls) if chat else ""))
+        out = [SILENT] * self.invisible + encode(self.reasoning + text + (_called(self.calls) if chat else ""))
         out += [EOS] if self.finish_reason == "stop" and self.stop_reason is None else []
         usage = {
             "prompt_tokens": len(ids),
             "completion_tokens": len(out),
             "total_tokens": len(ids) + len(out),
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": len(self.reasoning)},
         }
         if request.get("stream"):
             await self._stream(send, request, chat, ids, text, out, usage)
@@ -172,6 +172,7 @@ class FakeVllm:
         }
         if chat:
             choice["message"] = {"role": "assistant", "content": text, "tool_calls": [*self.calls], "refusal": None}
+            choice["message"]["reasoning"] = self.reasoning or None
         else:
             choice |= {"text": text, "prompt_token_ids": ids, "logprobs": None}
         await _json(
@@ -209,13 +210,8 @@ class FakeVllm:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": len(ids) + len(out),
         }
-        made = {}
-        if request.get("enable_response_messages"):
-            kind = {"type": "raw_message_tokens"}
-            made["input_messages"] = [{"message": "", "tokens": ids, **kind}]
-            made["output_messages"] = [{"message": text, "tokens": out, **kind}]
         status = "incomplete" if self.finish_reason == "length" else "completed"
-        whole = _response(request, status, output=output, usage=usage, kv_transfer_params=params, **made)
+        whole = _response(request, status, output=output, usage=usage, kv_transfer_params=params)
         if not request.get("stream"):
             await _json(send, 200, whole)
             return
@@ -235,6 +231,16 @@ class FakeVllm:
                 await send({"type": "http.response.body", "body": event[start : start + size], "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    def _deltas(self, text: str) -> Iterator[dict[str, Any]]:
+        yield from ({"reasoning": letter} for letter in self.reasoning)
+        yield from ({"content": letter} for letter in text)
+        for index, call in enumerate(self.calls):
+            name, arguments = {"name": call["function"]["name"]}, call["function"]["arguments"]
+            parts = [{"id": call["id"], "type": "function", "function": name | {"arguments": arguments[:3]}}]
+            parts += [{"function": {"arguments": arguments[3:]}}]
+            deltas = [{"tool_calls": [{"index": index, **part}]} for part in parts]
+            yield from deltas + [{}] * (len(_called((call,))) - len(deltas))
+
     async def _stream(self, send: Any, request: Any, chat: bool, ids: Any, text: str, out: Any, usage: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         if self.comment:
@@ -245,16 +251,18 @@ class FakeVllm:
         if chat:
             delta = {"role": "assistant", "content": ""}
             events.append({**frame, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+        deltas = iter(self._deltas(text) if chat else ())
         for position, token in enumerate(out):
             last = position == len(out) - 1
             piece = decode([token]) if token != EOS else ""
+            delta = {"content": piece} if token == SILENT else next(deltas, {})
             choice: dict[str, Any] = {
                 "index": 0,
                 "finish_reason": self.finish_reason if last else None,
                 "stop_reason": self.stop_reason if last else None,
                 "token_ids": [token],
             }
-            choice |= {"delta": {"content": piece} if piece else {}} if chat else {"text": piece}
+            choice |= {"delta": delta} if chat else {"text": piece}
             if position == 0:
                 choice["prompt_token_ids"] = ids
             events.append({**frame, "choices": [choice]})

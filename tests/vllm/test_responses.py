@@ -58,7 +58,7 @@ class Talk:
         items = [said("user", given)] if isinstance(given, str) else given
         if stream:
             with self.client.responses.stream(input=items, **fields) as events:
-                self.last = events.get_final_response()
+                self.last = list(events)[-1].response  # an incomplete one has no `get_final_response`
         else:
             self.last = self.client.responses.create(input=items, **fields)
         self.whole += [*items, said("assistant", self.last.output_text)]
@@ -157,7 +157,7 @@ def test_a_conversation_goes_on_from_disk_after_engine_and_sidecar_were_killed_i
                 stack.kill("sidecar")
             events.append(event.type)
     assert events
-    assert "response.completed" not in events
+    assert not {"response.completed", "response.incomplete"} & {*events}
     stack.mend()
     wait_until(lambda: client.get(session_id)["state"] == "ready", what="the lease of the dead turn has ended")
 

@@ -57,6 +57,7 @@ from contextcache.wire.rpc import cause_of
 from contextcache.wire.tracing import TRACEPARENT
 from vllm_plugin.turn.admission import BodyQueue
 from vllm_plugin.turn.answer.anthropic import Anthropic
+from vllm_plugin.turn.answer.chat import Dialect
 from vllm_plugin.turn.answer.keep_alive import KeepAlive, read_keep_alive
 from vllm_plugin.turn.answer.responses import Responses
 from vllm_plugin.turn.app import compose_turns
@@ -77,8 +78,6 @@ _IN_FLIGHT = IN_FLIGHT_HEADER.encode()
 _HEALTH_PATH = "/health"
 _SKEW_RETRY_S = 5
 """Another pod's clock may be right, and NTP takes longer."""
-_ITEMS_AT_ONCE = 1000
-"""Items of a response's body that are read in one step of the loop: vLLM's own types take a tenth of a ms each."""
 
 
 class TurnMiddleware:
@@ -97,7 +96,8 @@ class TurnMiddleware:
         self._kept: KeptRequests | None = None
         if not self._settings.lmcache_url:  # LMCache keeps plain requests itself
             self._kept = KeptRequests(self._secret, story.kv, story.clock, story.metrics)
-        self._messages = Anthropic()
+        self._dialects: Mapping[str, Dialect] = {MESSAGES_PATH: Anthropic(), RESPONSES_PATH: Responses()}
+        """Dialects of their own; other routes have the engine's."""
         self._large_bodies = LargeBodies()
         self._body_queue = BodyQueue()
         self.draining = Draining(timeout_s=self._settings.drain_timeout_s, give_up=story.give_up)
@@ -147,8 +147,7 @@ class TurnMiddleware:
                 with self._story.tracer.span(f"turn {client.path}", kind=SpanKind.SERVER, parent=parent):
                     await self._turn(client, token)
         except ContextCacheError as exc:
-            if client.path == RESPONSES_PATH and (exc.param or "").startswith("messages"):
-                exc.param = "input"  # vLLM makes the messages from the input's items; their positions differ
+            exc.param = exc.param and client.dialect.client_field(exc.param)
             await self._refuse(exc, answering)
         except Exception as exc:  # noqa: BLE001  # the boundary of a request
             raised = traceback_without_messages(exc)
@@ -245,16 +244,9 @@ class TurnMiddleware:
         # The engine refuses other types without a context. A page of another origin needs permission to send this one.
         if client.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise InvalidRequest("Content-Type must be application/json", param="Content-Type")
-        if path == RESPONSES_PATH:
-            client.dialect = await Responses.of(client.scope)
-        elif path == MESSAGES_PATH:
-            client.dialect = self._messages
+        client.dialect = self._dialects.get(path, client.dialect)
         await client.dialect.prepare(client.engine)
-        request, new = await self._large_bodies.read(
-            lambda whole: self._read_turn(client, whole, named),
-            raw,
-            objects_max=_ITEMS_AT_ONCE if path == RESPONSES_PATH else None,
-        )
+        request, new = await self._large_bodies.read(lambda whole: self._read_turn(client, whole, named), raw)
         with telling_what_is_missing(request.said):
             await self._story.run(client, request, named, new)
 

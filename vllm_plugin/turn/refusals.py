@@ -1,7 +1,7 @@
 """vLLM's refusals of a turn, told in one sentence with the field at fault. Pure.
 
-Two forms reach us: exceptions of its types and converters, which we call, and the bodies of its own error answers. Both
-may show Python values of the request. Errors of requests without a context pass as vLLM wrote them.
+The bodies of its error answers may show Python values of the request. Errors of requests without a context pass as vLLM
+wrote them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from contextcache.errors import (
@@ -23,8 +20,6 @@ from contextcache.errors import (
     NoReadyEndpoint,
 )
 
-_ERRORS_MAX = 1000
-"""Errors of one body from which the first is told: pydantic makes them all, and a million take seconds and 2 GiB."""
 _SENTENCE_CHARS_MAX = 1000
 _PARAM_CHARS_MAX = 200
 _LISTED = re.compile(r"^\d+ validation errors?:")
@@ -34,38 +29,6 @@ _DETAILS = " (parameter="
 """Where vLLM 0.32 adds the field and its value to a message (exceptions.py VLLMValidationError)."""
 _SHOULD_BE = re.compile(r"^(?:Input|Value) should (be|have|match) (.*?)(?:, unable to .*)?$", re.DOTALL)
 _POSITION = re.compile(r"\.(\d+)(?=\.|$)", re.ASCII)
-_BRANCH = re.compile(r"[\[\](){}]|^(?:str|int|float|bool|list|dict|none|function-\w+|constrained-\w+)$")
-"""Parts of pydantic's location that name a type, not a field."""
-
-
-@contextmanager
-def by_vllm(part: str, param: str) -> Iterator[None]:
-    """Run vLLM's types and converters on a request, and raise InvalidRequest when they refuse it.
-
-    `part`: name of the part that does not match its type, where vLLM's own code does not look. `param`: its field.
-    """
-    told = getattr(sys.modules.get("vllm.exceptions"), "VLLMClientError", ValueError)
-    try:
-        yield
-    except (ValueError, told) as exc:
-        raise _refused(exc, param) from exc
-    except (AttributeError, LookupError, TypeError) as exc:
-        raise InvalidRequest(f"a part of {part} does not match its type", param=param) from exc
-
-
-def _refused(error: Any, param: str) -> ContextCacheError:
-    """Return an exception of vLLM's as ours, without the request's own words. `param`: field of too many errors."""
-    if not hasattr(error, "errors"):
-        return InvalidRequest(_sentence(str(error)), param=_param(getattr(error, "parameter", None)))
-    if (num_wrong := error.error_count()) > _ERRORS_MAX:
-        return InvalidRequest(f"{num_wrong} fields of a message are wrong", param=param)
-    errors = error.errors()
-    fields, fault = _fields(errors[0]["loc"]), errors[0]["msg"]
-    # A list that may be a text too: that it is none is the first error, and says nothing of the item.
-    for other in (_fields(one["loc"])[:2] for one in errors[1:]):
-        if other[:1] == fields and isinstance(other[-1], int):
-            fields, fault = other, "does not match its type"
-    return _field_error(_param(".".join(map(str, fields))), fault)
 
 
 def engine_error(status: int, body: bytes) -> ContextCacheError:
@@ -109,8 +72,3 @@ def _param(said: Any) -> str | None:
     if not isinstance(said, str):
         return None
     return _POSITION.sub(r"[\1]", said.removeprefix("body.")[:_PARAM_CHARS_MAX]) or None
-
-
-def _fields(location: tuple[Any, ...]) -> list[Any]:
-    named = [part for part in location if not _BRANCH.search(str(part))]
-    return named or list(location)

@@ -248,8 +248,7 @@ class TurnStory:
         try:
             async with patience.watching(), client.keep_alive.filling(stream=turn.request.stream):
                 receive = patience.receive(client.receive)
-                path, body = client.dialect.asking(turn.request.path, self._engine_body(turn))
-                await client.engine.generate(path, body, receive, delivery.take)
+                await client.engine.generate(turn.request.path, self._engine_body(turn), receive, delivery.take)
         except TimeoutError:
             log.warning("engine did not end a request", extra={"session_id": turn.session.session_id})
         finally:

@@ -20,7 +20,6 @@ from tests.kit.gateway_parts import OPERATOR_KEY
 from tests.kit.gateway_server import RunningManager
 from tests.kit.session_store import in_valkey
 from tests.kit.turn_pod import MODEL, running_turn_pod
-from tests.kit.vllm_words import responses_state
 from tests.unit.docs.test_openapi import codes_of, document, operations  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.thorough
@@ -53,7 +52,7 @@ async def world(open_front, tmp_path):
     clock, manager = ManualClock(SystemClock().now_ms()), RunningManager()
     manager.manager = ContextCacheManager(**in_valkey(tenant_contexts_max=CONTEXTS_MAX, clock=clock))
     await manager.start()
-    engine = FakeVllm(state=responses_state())
+    engine = FakeVllm()
     async with (
         running_turn_pod(tmp_path, manager_port=manager.port, engine=engine) as pod,
         open_front({"pod-a": pod}, manager_port=manager.port, max_body_bytes=BODY_BYTES_MAX) as front,

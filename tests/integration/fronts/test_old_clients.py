@@ -13,7 +13,6 @@ from tests.kit.fronts import envoy_too, running_front
 from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_server import DEADLINE_S, settings_for
 from tests.kit.turn_pod import MODEL, running_turn_pod
-from tests.kit.vllm_words import responses_state
 
 PUBLIC = ["/healthz", "/readyz", "/openapi.json", "/console", "/console/turns.js", "/", "/healthz/"]
 SAID = {"role": "user", "content": "Hi"}
@@ -27,8 +26,7 @@ STREAMS = {
 
 @pytest.fixture
 async def pod(tmp_path, manager):
-    state = responses_state()
-    async with running_turn_pod(tmp_path, manager_port=manager.port, engine=FakeVllm(state=state)) as pod:
+    async with running_turn_pod(tmp_path, manager_port=manager.port, engine=FakeVllm()) as pod:
         yield pod
 
 

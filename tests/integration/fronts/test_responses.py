@@ -11,14 +11,11 @@ from tests.kit.fronts import code_of, envoy_too, only_envoy
 from tests.kit.gateway_parts import OTHER_KEY
 from tests.kit.turn_pod import MODEL, running_turn_pod
 from tests.kit.until import until
-from tests.kit.vllm_words import responses_state
-
-STATE = responses_state()
 
 
 @pytest.fixture
 async def pod(tmp_path, manager):
-    async with running_turn_pod(tmp_path, manager_port=manager.port, engine=FakeVllm(state=STATE)) as pod:
+    async with running_turn_pod(tmp_path, manager_port=manager.port, engine=FakeVllm()) as pod:
         yield pod
 
 

@@ -19,14 +19,6 @@ async def test_a_small_body_is_read_at_once_and_a_large_one_in_another_thread():
     assert await bodies.read(lambda _: threading.get_ident(), LARGE) != here
 
 
-async def test_a_small_body_of_many_objects_is_read_in_another_thread_too():
-    bodies, here = LargeBodies(), threading.get_ident()
-
-    assert await bodies.read(lambda _: threading.get_ident(), b"[{}, {}]", objects_max=2) == here
-    assert await bodies.read(lambda _: threading.get_ident(), b"[{}, {}, {}]", objects_max=2) != here
-    assert await bodies.read(lambda _: threading.get_ident(), b"[{}, {}, {}]") == here
-
-
 async def test_the_loop_turns_while_one_is_read_and_no_two_are_read_at_once():
     bodies, go_on = LargeBodies(), threading.Event()
     reading: list[int] = []

@@ -319,7 +319,7 @@ def compact_json(answer: dict[str, Any]) -> bytes:
 class Dialect:
     """Dialect of a route: this one is the engine's own, of completions and chats. The others extend it.
 
-    It translates a request into a turn, the turn into the engine's request, and its answer into the client's.
+    It translates a request into a turn of a completion or a chat, and the engine's answer into the client's.
     """
 
     async def prepare(self, engine: Engine) -> None:
@@ -329,9 +329,9 @@ class Dialect:
         """Check a request, `raw` as it came, of the context it was routed for. Raises InvalidRequest."""
         return read_turn(client.path, body, client.headers)
 
-    def asking(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return the engine's path and body, from those of a completion or a chat."""
-        return path, body
+    def client_field(self, param: str) -> str:
+        """Return the client's name of a field that an error names as the engine does."""
+        return param
 
     def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:
         """Return a reader of the engine's answer that writes the client's."""

@@ -11,12 +11,10 @@ import pytest
 from contextcache.errors import ContextNotFound
 from tests.kit.fake_vllm import FakeVllm, _json
 from tests.kit.turn_bench import Pod
-from tests.kit.vllm_words import responses_state
 from vllm_plugin.turn.answer.keep_alive import KeepAlive
 
 pytestmark = pytest.mark.looptime
 
-STATE = responses_state()
 COMMENT = b": keep-alive\n\n"
 EVERY_10_S = [(b"x-keep-alive-comments", b"10")]
 HI = [{"role": "user", "content": "Hi"}]
@@ -53,7 +51,7 @@ class Slow(FakeVllm):
 
 @pytest.fixture
 def engine():
-    return Slow(state=STATE)
+    return Slow()
 
 
 @pytest.fixture

@@ -11,16 +11,14 @@ from contextcache.errors import ContextLengthExceeded, EngineFailed, InvalidRequ
 from contextcache.process.logs import traceback_without_messages
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import Pod
-from tests.kit.vllm_words import responses_state
 from vllm_plugin.turn.refusals import engine_error
 
-STATE = responses_state()
 SECRET_WORDS = "the patient is called Ann"
 
 
 @pytest.fixture
 def pod(tmp_path):
-    return Pod(tmp_path, FakeVllm(state=STATE))
+    return Pod(tmp_path, FakeVllm())
 
 
 def listed(*errors):

@@ -1,26 +1,24 @@
-"""Turns on `/v1/responses`: vLLM reads the items, around the ordinary turn, over a real manager and a toy engine."""
+"""Turns on `/v1/responses`, told as turns of the chat and back, over a real manager and a toy engine."""
 
-import asyncio
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 
-from contextcache.errors import EngineFailed, StoreUnavailable
+from contextcache.errors import StoreUnavailable
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
 from tests.kit.turn_bench import Pod
-from tests.kit.vllm_words import responses_state
 from vllm_plugin.turn.answer.responses import Responses
 
 PATH = "/v1/responses"
-STATE = responses_state()
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Kiel"}'}}
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
 
 
 @pytest.fixture
 def engine():
-    return FakeVllm(state=STATE)
+    return FakeVllm()
 
 
 @pytest.fixture
@@ -70,8 +68,8 @@ async def test_a_response_is_created_and_goes_on_by_its_id(pod):
     assert more.json["usage"]["context"]["committed"]
     assert not {"kv_transfer_params", "input_messages", "output_messages"} & set(more.json)
     sent = pod.engine.generations()[-1]
-    assert (sent["input"], sent["store"]) == ("And", False)
-    assert not {"previous_response_id", "conversation", "messages", "session_id"} & set(sent)
+    assert sent["messages"][-1] == {"role": "user", "content": "And"}
+    assert not {"previous_response_id", "conversation", "input", "instructions", "session_id"} & set(sent)
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 7])
@@ -81,8 +79,11 @@ async def test_a_stream_tells_the_id_first_and_the_commit_last(pod, chunk_bytes)
 
     told = frames(answer)
     assert [event["type"] for event in told] == [
-        "response.created", "response.in_progress", *["response.output_text.delta"] * 5, "response.completed",
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        *["response.output_text.delta"] * 5, "response.output_text.done", "response.content_part.done",
+        "response.output_item.done", "response.completed",
     ]  # fmt: skip
+    assert [event["sequence_number"] for event in told] == [*range(len(told))]
     assert [event["response"]["id"] for event in (*told[:2], told[-1])] == ["resp_1_mine"] * 3
     assert told[-1]["response"]["usage"]["context"]["committed"]
     assert told[-1]["response"]["session_id"] == "mine"
@@ -176,13 +177,12 @@ async def test_what_is_not_stored_changes_nothing(pod):
     await begin(pod)
     more = await ask(pod, "And", previous_response_id="resp_1_mine", store=False)
 
-    assert more.json["id"] == "resp_0123"
+    assert re.fullmatch("resp_[0-9a-f]{32}", more.json["id"])
     assert more.json["usage"]["context"] | {"committed": False} == more.json["usage"]["context"]
     assert (await pod.transcript("mine"))[0].generation == 1
 
 
 async def test_an_answer_that_the_engine_gave_up_is_not_told_as_whole_and_not_committed(pod):
-    """vLLM says `completed` of it: only its last token tells."""
     await begin(pod)
     pod.engine.finish_reason = "abort"
     lost = await ask(pod, "And", previous_response_id="resp_1_mine")
@@ -191,6 +191,7 @@ async def test_an_answer_that_the_engine_gave_up_is_not_told_as_whole_and_not_co
 
     assert lost.status == 502
     assert (long.json["status"], long.json["id"]) == ("incomplete", "resp_2_mine")
+    assert long.json["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 async def test_a_response_whose_commit_was_refused_has_no_id_to_go_on_from(pod):
@@ -198,7 +199,8 @@ async def test_a_response_whose_commit_was_refused_has_no_id_to_go_on_from(pod):
     pod.manager.fault = ("commit_turn", StoreUnavailable("away", retry_after_s=1))
     lost = await ask(pod, "And", previous_response_id="resp_1_mine")
 
-    assert (lost.status, lost.json["id"], lost.json["usage"]["context"]["committed"]) == (200, "resp_0123", False)
+    assert (lost.status, lost.json["usage"]["context"]["committed"]) == (200, False)
+    assert not lost.json["id"].endswith("_mine")
 
 
 async def test_a_stream_that_breaks_off_commits_nothing(pod):
@@ -221,7 +223,7 @@ async def test_a_stream_that_breaks_off_commits_nothing(pod):
         ({"previous_response_id": 1}, "invalid_request", "previous_response_id"),
         ({"conversation": "mine", "store": "yes"}, "invalid_request", "store"),
         ({"conversation": "mine", "background": True}, "invalid_request", "background"),
-        ({"conversation": "mine", "stop": ["."]}, "invalid_request", "stop"),
+        ({"conversation": "mine", "enable_response_messages": True}, "invalid_request", "enable_response_messages"),
         ({"conversation": "mine", "truncation": "auto"}, "invalid_request", "truncation"),
         ({"conversation": "mine", "input": [{"type": "message", "role": "user", "content": [
             {"type": "input_image", "image_url": "http://x/y.png", "detail": "auto"}]}]}, "invalid_request",
@@ -258,76 +260,120 @@ async def test_a_response_that_another_turn_followed_is_told_so(pod):
     assert (late.status, late.json["error"]["code"]) == (409, "generation_mismatch")
 
 
-async def test_an_engine_without_vllms_words_carries_no_contexts_here(tmp_path):
-    pod = Pod(tmp_path, FakeVllm(state=SimpleNamespace(openai_serving_responses=SimpleNamespace())))
-    refused = await begin(pod)
+async def test_a_stop_text_ends_an_answer_as_in_a_chat(pod):
+    """Seen to fail: a 400, because of vLLM's own route."""
+    pod.engine.answer, pod.engine.stop_reason = lambda ids: "Hello", "o"
+    told = await begin(pod, stop=["o"])
 
-    assert (refused.status, refused.json["error"]["code"]) == (400, "invalid_request")
+    assert (told.status, pod.engine.generations()[-1]["stop"]) == (200, ["o"])
+    assert (await pod.transcript("mine"))[1][1].token_ids == tuple(encode("Hello"))
 
 
-def reader(*, stream=True):
+@pytest.mark.parametrize("stream", [True, False])
+async def test_reasoning_text_and_calls_are_items_of_their_own(pod, stream):
+    pod.engine.reasoning, pod.engine.answer = "Hm", lambda ids: "Hello"
+    pod.engine.calls = (CALL, CALL | {"id": "c2", "function": {"name": "maps__find", "arguments": "{}"}},
+                        CALL | {"id": "c3", "function": {"name": "patch", "arguments": '{"input": "+a"}'}})  # fmt: skip
+    space = {"type": "namespace", "name": "maps", "description": "", "tools": [TOOL | {"name": "find"}]}
+    tools = [TOOL, space, {"type": "custom", "name": "patch"}]
+    answer = await begin(pod, tools=tools, stream=stream)
+    told = frames(answer)[-1]["response"] if stream else answer.json
+
+    reasoning, message, *calls = told["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm"}]
+    assert message["content"][0]["text"] == "Hello"
+    assert [(call["type"], call["call_id"], call.get("namespace"), call["name"]) for call in calls] == [
+        ("function_call", "c1", None, "weather"),
+        ("function_call", "c2", "maps", "find"),
+        ("custom_tool_call", "c3", None, "patch"),
+    ]
+    assert [call.get("arguments", call.get("input")) for call in calls] == ['{"city": "Kiel"}', "{}", "+a"]
+    assert told["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
+    _, segments = await pod.transcript("mine")
+    (stored,) = json.loads(segments[1].messages_json)
+    assert stored["item_ids"] == [item["id"] for item in told["output"]]
+    assert [call["function"]["name"] for call in stored["tool_calls"]] == ["weather", "maps__find", "patch"]
+
+    pod.engine.reasoning, pod.engine.calls = "", ()
+    results = [{"type": f"{call['type']}_output", "call_id": call["call_id"], "output": "wet"} for call in calls]
+    kinds = {"previous_response_id": "resp_1_mine", "tools": tools}
+    more = await ask(pod, [*told["output"], *results], **kinds)
+
+    assert (more.status, more.headers["x-context-mode"]) == (200, "append"), more.body
+    assert len((await pod.transcript("mine"))[1]) == 4
+
+
+async def test_a_prompt_alone_is_computed_and_kept(pod):
+    answers = [await begin(pod, "Hi", max_output_tokens=0, stream=True), await ask(pod, "And", session_id="mine")]
+
+    last = frames(answers[0])[-1]
+    assert (last["type"], last["response"]["output"]) == ("response.incomplete", [])
+    assert last["response"]["usage"]["context"]["committed"]
+    assert answers[1].headers["x-context-mode"] == "append"
+
+
+def reader(*, stream=True, **said):
     """Return a reader of one turn's answer, without a pod."""
-    dialect = asyncio.run(Responses.of({"app": SimpleNamespace(state=STATE)}))
-    body = {"model": "m", "input": "Hi", "stream": stream, "conversation": "mine"}
+    dialect = Responses()
+    body = {"model": "m", "input": "Hi", "stream": stream, "conversation": "mine", **said}
     request = dialect.turn(SimpleNamespace(path=PATH, headers={}), body, json.dumps(body).encode(), "mine")
     session = SimpleNamespace(session_id="mine", generation=0)
-    return dialect.answer(SimpleNamespace(request=request, session=session, save_ref="ref"))
+    return dialect.answer(SimpleNamespace(request=request, session=session, save_ref="ref", started_ms=1000))
 
 
-def as_event(kind, **fields):
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), json.dumps({"type": kind, **fields}).encode())
+def chunk(finish_reason=None, *, logprobs=None, **delta):
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "token_ids": [7], "logprobs": logprobs}
+    return b"data: %b\n\n" % json.dumps({"choices": [choice], "prompt_token_ids": [1]}).encode()
 
 
-ENGINES = {"id": "resp_engine", "status": "failed", "output": [], "output_messages": [{"tokens": [7]}]}
+FAULT = b'data: {"error": {"message": "boom", "code": 500}}\n\n'
+END = b'data: {"choices": [], "usage": {"completion_tokens": 1}}\n\ndata: [DONE]\n\n'
+USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2,
+         "prompt_tokens_details": {"cached_tokens": 0}, "context": {"committed": True}}  # fmt: skip
 
 
-def test_a_response_that_failed_has_the_fields_of_one_that_is_whole():
-    """Seen to fail with the event passed as it came: it had the engine's id and the sampled ids."""
-    told = reader().feed(as_event("response.failed", response=ENGINES | {"kv_transfer_params": {"a": 1}}))
-
-    (event,) = [json.loads(frame.split(b"data: ")[1]) for frame in told.split(b"\n\n") if frame]
-    assert event["response"]["id"] == "resp_1_mine"
-    assert not {"output_messages", "kv_transfer_params"} & set(event["response"])
-
-
-def test_an_error_before_a_failed_response_does_not_begin_the_stream_twice():
-    """Seen to fail with the early events told before each of them."""
+@pytest.mark.parametrize("begun", [b"", chunk(content="He")])
+def test_a_response_that_failed_is_told_once_with_its_id_after_the_beginning(begun):
     answer = reader()
-    stream = as_event("response.created", response=ENGINES | {"status": "in_progress"})
-    stream += as_event("error", message="boom", code="500") + as_event("response.failed", response=ENGINES)
+    told = [json.loads(one.split(b"data: ")[1]) for one in (answer.feed(begun + FAULT * 2)).split(b"\n\n") if one]
 
-    assert answer.feed(stream).count(b"event: response.created") == 1
+    assert [event["type"] for event in told[:2]] == ["response.created", "response.in_progress"]
+    assert [event["type"] for event in told].count("response.created") == 1
+    failed = told[-1]["response"]
+    assert (failed["id"], failed["status"], failed["error"]["code"]) == ("resp_1_mine", "failed", "server_error")
+    assert "token_ids" not in json.dumps(told)
     assert answer.result.error
 
 
 def test_half_a_surrogate_pair_passes_escaped_as_in_a_chat():
     """Seen to fail: the event was no UTF-8."""
-    answer = reader()
-
-    told = answer.feed(as_event("response.created", response=ENGINES | {"user": "\ud83d"}) + as_event("x"))
+    told = reader().feed(chunk(content="\ud83d"))
 
     assert b"\\ud83d" in told
     told.decode()
 
 
-def test_early_events_without_an_end_are_an_engine_that_failed(monkeypatch):
-    """Seen to fail with no bound on events that wait for the first token."""
-    monkeypatch.setattr("vllm_plugin.turn.answer.chat._ANSWER_BYTES_MAX", 1000)
+def test_log_probabilities_are_told_with_the_text_that_they_are_of():
+    entry = {"token": "He", "logprob": -0.5, "bytes": [72, 101], "top_logprobs": []}
+    answer = reader(include=["message.output_text.logprobs"], top_logprobs=2)
+    told = answer.feed(chunk(content="He", logprobs={"content": [entry]}) + chunk("stop") + END)
+    answer.complete()
+    whole = json.loads(answer.closing(USAGE, {}).split(b"data: ")[-1])["response"]
 
-    with pytest.raises(EngineFailed, match="no end"):
-        reader().feed(as_event("response.in_progress", response=ENGINES) * 20)
+    assert answer._request.engine_fields | {"logprobs": True, "top_logprobs": 2} == answer._request.engine_fields
+    assert told.count(b'"logprobs":[{"token":"He"') == 1
+    assert whole["output"][0]["content"][0]["logprobs"] == [entry]
+    assert whole["top_logprobs"] == 2
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_the_report_of_the_engines_connector_is_read_as_in_a_chat(stream):
+def test_the_report_of_the_engines_connector_is_read_as_in_a_chat():
     """Seen to fail: with LMCache, a response's loads were not told."""
-    usage = {"input_tokens": 5, "output_tokens": 1, "input_tokens_details": {"cached_tokens": 4}}
     report = {"num_lmcache_extra_cached_tokens": 4}
-    whole = ENGINES | {"status": "completed", "output_messages": [{"tokens": [EOS]}], "usage": usage}
-    whole |= {"kv_transfer_params": report}
-    answer = reader(stream=stream)
+    choice = {"index": 0, "message": {"content": "x"}, "finish_reason": "stop", "token_ids": [7, EOS]}
+    whole = {"choices": [choice], "usage": {"completion_tokens": 2}, "kv_transfer_params": report}
+    answer = reader(stream=False)
 
-    answer.feed(as_event("response.completed", response=whole) if stream else json.dumps(whole).encode())
+    answer.feed(json.dumps(whole).encode())
     answer.complete()
 
     assert answer.result.kv_transfer == report

@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 from contextcache.errors import ContextLengthExceeded, ContextNotFound
 from tests.kit.fake_vllm import FakeVllm, encode
 from tests.kit.turn_bench import Pod
-from tests.kit.vllm_words import responses_state
 from vllm_plugin.turn.prompt.composition import CHARS_PER_TOKEN, CUT_TOKENS, SHORT_TOKENS, refuse_too_long
 from vllm_plugin.turn.prompt.request import read_turn
 
-STATE = responses_state()
 WINDOW = 2048
 SIZE = 150_000
 LONG = "word " * (SIZE // 5)
@@ -23,7 +21,7 @@ ROLLING = {"truncation": {"type": "rolling_tokens", "tokens": 100}}
 
 @pytest.fixture
 def pod(tmp_path):
-    return Pod(tmp_path, FakeVllm(max_model_len=WINDOW, state=STATE))
+    return Pod(tmp_path, FakeVllm(max_model_len=WINDOW))
 
 
 def said(role, content, **more):

@@ -1,0 +1,303 @@
+"""A request for a response as the request for a chat. Pure.
+
+Sources: OpenAI's API reference ("Create a model response") and the types of the `openai` package. Items become messages
+as in vLLM 0.32 entrypoints/openai/responses/utils.py (`construct_input_messages`, `construct_tool_dicts`), so a request
+has the same prompt with a context and without one. A message that vLLM cuts to its first part keeps all its parts here.
+The form of the items has been checked before (`contextcache/input_items.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from contextcache.errors import InvalidRequest
+from contextcache.input_items import ITEMS_MAX
+from vllm_plugin.turn.prompt.meaning import ASSISTANT
+
+TOOLS_MAX = ITEMS_MAX
+"""Tools of a request, those of namespaces included."""
+LOGPROBS = "message.output_text.logprobs"
+_PASSED = frozenset(
+    {"chat_template_kwargs", "frequency_penalty", "ignore_eos", "include_reasoning", "include_stop_str_in_output"}
+    | {"logit_bias", "min_p", "model", "parallel_tool_calls", "presence_penalty", "priority", "repetition_penalty"}
+    | {"seed", "skip_special_tokens", "stop", "stop_token_ids", "stream", "structured_outputs", "temperature", "top_k"}
+    | {"top_p", "user", "vllm_xargs", "watermarking"}
+)
+"""Fields of vLLM 0.32 `ResponsesRequest` that its `ChatCompletionRequest` has under the same name."""
+_NAMES: Mapping[str, str] = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+"""Names of translated fields by those of a chat. Positions in lists differ, so an error names the field alone."""
+_TEXTS = {"input_text": "text", "output_text": "text", "summary_text": "text", "reasoning_text": "text"} | {
+    "refusal": "refusal"
+}
+"""Fields with the text, by the type of a part."""
+_SEPARATOR = "__"
+_CUSTOM_INPUT = "input"
+_CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {_CUSTOM_INPUT: {"type": "string", "description": "The freeform text payload for this tool."}},
+    "required": [_CUSTOM_INPUT],
+    "additionalProperties": False,
+}
+"""Parameters of the function that stands for a custom tool (vLLM 0.32 tool_parsers/utils.py)."""
+
+
+class _Function(Struct, tag="function"):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class _Custom(Struct, tag="custom"):
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class _Namespace(Struct, tag="namespace"):
+    name: str
+    tools: list[_Function | _Custom]
+
+
+class _PlainText(Struct, tag="text"):
+    pass
+
+
+class _JsonObject(Struct, tag="json_object"):
+    pass
+
+
+class _JsonSchema(Struct, tag="json_schema"):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _Text(Struct):
+    format: _PlainText | _JsonObject | _JsonSchema | None = None
+
+
+class _Reasoning(Struct):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+_Tool: TypeAlias = _Function | _Custom | _Namespace
+
+
+class _Request(Struct):
+    """Fields that are translated, or repeated in the answer."""
+
+    input: str | list[dict[str, Any]]
+    include: list[str] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: _Reasoning | None = None
+    temperature: float | None = None
+    text: _Text | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    tools: list[_Tool] | None = None
+    top_logprobs: int | None = None
+    top_p: float | None = None
+    user: str | None = None
+
+
+class ToolNames:
+    """Names of a request's tools, as the client has them and as the chat has them. `tools`: as the client sent them."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self.customs = frozenset(tool["name"] for tool in tools if tool["type"] == "custom")
+        self._spaces = {
+            f"{space['name']}{_SEPARATOR}{tool['name']}": (space["name"], tool["name"])
+            for space in tools
+            if space["type"] == "namespace"
+            for tool in space["tools"]
+        }
+
+    def of_client(self, name: str) -> dict[str, str]:
+        """Return the fields with the client's name of a tool."""
+        space, local = self._spaces.get(name, ("", name))
+        return {"namespace": space, "name": local} if space else {"name": local}
+
+    def of_chat(self, name: str) -> list[str]:
+        """Return the chat's names of the tools that a client may mean in `tool_choice`, besides `name` itself."""
+        return [flat for flat, (_, local) in self._spaces.items() if local == name]
+
+
+def chat_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chat's fields of a request for a response. Raises InvalidRequest naming the field at fault."""
+    asked = _read(body)
+    tools = [*_functions(asked.tools or ())]
+    if len(tools) > TOOLS_MAX:
+        raise InvalidRequest(f"tools may have at most {TOOLS_MAX} items", param="tools")
+    wants_logprobs = LOGPROBS in (asked.include or ())
+    fields = {key: body[key] for key in _PASSED & body.keys()} | {
+        "messages": _messages(asked.input),
+        "tools": tools or None,
+        "tool_choice": _tool_choice(asked.tool_choice, tools, ToolNames(body.get("tools") or ())),
+        "max_completion_tokens": asked.max_output_tokens,
+        "reasoning_effort": asked.reasoning and asked.reasoning.effort,
+        "response_format": asked.text and _response_format(asked.text.format),
+        "logprobs": wants_logprobs or None,
+        "top_logprobs": asked.top_logprobs if wants_logprobs else None,
+    }
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def client_field(param: str) -> str:
+    """Return the client's name of a field that an error names as the chat does."""
+    return _NAMES.get(re.split(r"[.\[]", param, maxsplit=1)[0], param)
+
+
+def custom_arguments(text: str) -> str:
+    """Return the arguments of the function that stands for a custom tool."""
+    return json.dumps({_CUSTOM_INPUT: text}, ensure_ascii=False)
+
+
+def custom_input(arguments: str) -> str:
+    """Return a custom tool's input; arguments of another form are the input themselves."""
+    try:
+        text = json.loads(arguments)[_CUSTOM_INPUT]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return arguments
+    return text if isinstance(text, str) else arguments
+
+
+def _read(body: Mapping[str, Any]) -> _Request:
+    try:
+        return msgspec.convert(body, _Request)
+    except msgspec.ValidationError as exc:
+        fault, _, where = str(exc).partition(" - at `$.")
+        param = where.rstrip("`").removesuffix(".type") or "input"
+        if re.fullmatch(r"tools\[\d+\]", param) and where.endswith(".type`"):
+            raise InvalidRequest("a context's tools must be functions of the client", param=param) from exc
+        fault = re.split(r", got| '", fault)[0]  # without the client's own text
+        raise InvalidRequest(f"`{param}` is not valid: {fault[0].lower()}{fault[1:]}", param=param) from exc
+
+
+def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(given):
+        try:
+            _add(messages, item)
+        except (AttributeError, KeyError, TypeError) as exc:
+            told = "an item of a context must be text, a call or a call's result, with the fields of its type"
+            raise InvalidRequest(told, param=f"input[{index}]") from exc
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    """Add an item to the messages. An assistant's message has the parts of several items."""
+    match item.get("type") or "message", item.get("role"):
+        case "message", role if role != ASSISTANT:
+            messages.append({"role": item["role"], "content": _content(item["content"])})
+        case "function_call_output" | "custom_tool_call_output", _:
+            result = {"content": _content(item["output"]), "tool_call_id": _word(item, "call_id")}
+            messages.append({"role": "tool", **result})
+        case "message", _:
+            content = item["content"]
+            _add_part(messages, "content", content if isinstance(content, str) else _joined(content))
+        case "reasoning", _:
+            if item.get("encrypted_content"):
+                raise InvalidRequest("encrypted_content is not supported", param="input")
+            _add_part(messages, "reasoning", _joined(item.get("content") or item["summary"]))
+        case "function_call", _:
+            name = _word(item, "name")
+            name = f"{space}{_SEPARATOR}{name}" if (space := item.get("namespace")) else name
+            _add_part(messages, "tool_calls", [_call(item, name, _word(item, "arguments"))])
+        case "custom_tool_call", _:
+            arguments = custom_arguments(_word(item, "input"))
+            _add_part(messages, "tool_calls", [_call(item, _word(item, "name"), arguments)])
+        case kind, _:
+            raise KeyError(kind)
+
+
+def _add_part(messages: list[dict[str, Any]], key: str, value: Any) -> None:
+    last = messages[-1] if messages and messages[-1]["role"] == ASSISTANT else None
+    if last is None or (key in last and key != "tool_calls"):
+        messages.append({"role": ASSISTANT, key: value})
+    else:
+        last[key] = last.get(key, []) + value if key == "tool_calls" else value
+
+
+def _call(item: Mapping[str, Any], name: str, arguments: str) -> dict[str, Any]:
+    return {"id": _word(item, "call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _content(said: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    return said if isinstance(said, str) else [{"type": "text", "text": _text_of(part)} for part in said]
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(map(_text_of, parts))
+
+
+def _text_of(part: Mapping[str, Any]) -> str:
+    return _word(part, _TEXTS[part["type"]])
+
+
+def _word(said: Mapping[str, Any], key: str) -> str:
+    """Return a field with text. Raises KeyError, TypeError."""
+    if not isinstance(text := said[key], str):
+        raise TypeError(key)
+    return text
+
+
+def _functions(tools: Sequence[_Tool]) -> Iterator[dict[str, Any]]:
+    """Yield the chat's functions: those of a namespace under one name each, a custom tool with one text."""
+    for tool in tools:
+        if isinstance(tool, _Namespace):
+            named = (one for one in tool.tools if isinstance(one, _Function))
+            yield from (_function(asdict(one) | {"name": f"{tool.name}{_SEPARATOR}{one.name}"}) for one in named)
+        elif isinstance(tool, _Function):
+            yield _function(asdict(tool))
+        elif tool.format is not None and tool.format.get("type") == "grammar":
+            raise InvalidRequest("custom tools with a grammar are not supported", param="tools")
+        else:
+            said = {"name": tool.name, "description": tool.description, "parameters": _CUSTOM_PARAMETERS}
+            yield _function(said)
+
+
+def _function(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {key: value for key, value in said.items() if value is not None}}
+
+
+def _tool_choice(said: str | dict[str, Any] | None, tools: Sequence[dict[str, Any]], names: ToolNames) -> Any:
+    """Return a chat's choice. Raises InvalidRequest."""
+    if said in (None, "auto", "none"):
+        return said if tools else None
+    if said == "required" and tools:
+        return said
+    if not isinstance(said, dict) or said.get("type") not in ("function", "custom"):
+        told = "tool_choice must be auto, none, or, with tools, required or the name of a function or custom tool"
+        raise InvalidRequest(told, param="tool_choice")
+    name = str(said.get("name"))
+    known = {tool["function"]["name"] for tool in tools}
+    meant = [name] if name in known else [flat for flat in names.of_chat(name) if flat in known]
+    if len(meant) != 1:
+        raise InvalidRequest("tool_choice must name exactly one of `tools`", param="tool_choice")
+    return {"type": "function", "function": {"name": meant[0]}}
+
+
+def _response_format(said: _PlainText | _JsonObject | _JsonSchema | None) -> dict[str, Any] | None:
+    if isinstance(said, _JsonSchema):
+        schema = {key: value for key, value in asdict(said).items() if value is not None}
+        return {"type": "json_schema", "json_schema": schema}
+    return None if said is None else {"type": "json_object" if isinstance(said, _JsonObject) else "text"}
