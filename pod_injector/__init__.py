@@ -1,5 +1,5 @@
-"""A mutating webhook that adds the kv-sidecar and the plugin to vLLM pods that ask for it by label.
+"""A mutating webhook that adds kv-sidecar, turn process and connector to vLLM pods that ask for it by label.
 
 Content: the decision on an AdmissionReview, its JSONPatch, the HTTPS server, and the files that run when vLLM starts.
-Not here: the sidecar and the plugin themselves, and any call to the Kubernetes API.
+Not here: the additions themselves, and any call to the Kubernetes API.
 """

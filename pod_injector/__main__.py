@@ -1,4 +1,4 @@
-"""`context-cache injector`: the webhook. `context-cache injector payload DIR`: copies the plugin for injected pods."""
+"""`context-cache injector`: the webhook. `context-cache injector payload DIR`: copies the connector for such pods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pod_injector.settings import InjectorSettings
 
 PURPOSE = (
     "injector: the mutating webhook that adds the kv-sidecar and the plugin to vLLM pods with its "
-    "label.\n`injector payload DIR` copies the plugin into DIR, in an init container of such a pod."
+    "label.\n`injector payload DIR` copies the connector into DIR, in an init container of such a pod."
 )
 
 

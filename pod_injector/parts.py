@@ -22,10 +22,10 @@ class PatchParts(BaseModel):
     engines: str = Field(min_length=1, max_length=63, description="Value of the label context-cache.io/engines.")
     port: int = Field(ge=1, le=65535, description="Port on which every engine of the release serves HTTP.")
     https: bool = Field(False, description="Engines of the release serve HTTPS. Probes follow it.")
-    payload: dict[str, Any] = Field(description="Init container that copies the plugin.")
+    payload: dict[str, Any] = Field(description="Init container that copies the connector.")
     sidecar: dict[str, Any] = Field(description="The kv-sidecar, a native sidecar.")
-    volumes: tuple[dict[str, Any], ...] = Field(description="Volumes of payload, sidecar and engine.")
-    env: tuple[dict[str, Any], ...] = Field(description="Env items of the engine.")
+    turn: dict[str, Any] = Field(description="The turn process, a container beside the engine.")
+    volumes: tuple[dict[str, Any], ...] = Field(description="Volumes of our containers and of the engine.")
     mounts: tuple[dict[str, Any], ...] = Field(description="Volume mounts of the engine.")
     arguments: tuple[str, ...] = Field(description="Arguments that vLLM's process adds to its own.")
     python_path: str = Field(min_length=1, description="Directory put before PYTHONPATH.")
@@ -59,7 +59,7 @@ def with_own_names(parts: PatchParts) -> PatchParts:
 
     containers = {
         key: {**container, "volumeMounts": named(container.get("volumeMounts") or [])}
-        for key, container in (("payload", parts.payload), ("sidecar", parts.sidecar))
+        for key, container in (("payload", parts.payload), ("sidecar", parts.sidecar), ("turn", parts.turn))
     }
     volumes = {"volumes": tuple(named(parts.volumes)), "mounts": tuple(named(parts.mounts))}
     return parts.model_copy(update=containers | volumes)

@@ -1,4 +1,4 @@
-"""Copies the plugin, and packages that vLLM's image may lack, into a volume of vLLM's container.
+"""Copies the connector, and packages that vLLM's image may lack, into a volume of vLLM's container.
 
 It runs in an init container of the injected pod, from our image. A rename puts each copy in place, so a
 killed container leaves no incomplete copy under the final name.

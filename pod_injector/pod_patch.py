@@ -2,21 +2,23 @@
 
 An injected pod gets:
 
-- two init containers before its own: `context-cache-payload` copies the plugin, and `kv-sidecar` keeps running. They
+- two init containers before its own: `context-cache-payload` copies the connector, and `kv-sidecar` keeps running. They
   come first because they need nothing from the others: the sidecar reads its disk while a model is downloaded. Native
   sidecars end in reverse order, so this one outlives the engine's last save.
-- for vLLM's container: env, mounts and PYTHONPATH. Its command line stays: vLLM's process adds our arguments itself
-  (`payload_start`), so a shell or a start script may come before it.
+- the container `turn`, last of its containers. It gets SIGTERM together with vLLM: a hook of vLLM that sleeps is its
+  hook too.
+- for vLLM's container: mounts, PYTHONPATH and one variable. Its command line stays: vLLM's process adds our arguments
+  itself (`payload_start`), so a shell or a start script may come before it.
 - volumes, image pull secrets, the label of its release's Service, and an annotation that marks it as injected.
 
-Settings of the pod's author stay: an env variable of the same name, and /dev/shm or its absence.
+Settings of the pod's author stay: their PYTHONPATH follows ours, and /dev/shm or its absence is theirs.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pod_injector.engine_container import (
@@ -95,15 +97,18 @@ def _check_pod(pod: Mapping[str, Any], parts: PatchParts) -> None:
         raise NotInjected(Reason.HOST_NETWORK, "with hostNetwork other pods of the node may use the sidecar's ports")
     if (spec.get("os") or {}).get("name") == "windows":
         raise NotInjected(Reason.WINDOWS, "the sidecar runs only on Linux")
-    taken = {parts.sidecar["name"], parts.payload["name"]} & _names(spec, "containers", "initContainers")
+    ours = (parts.payload, parts.sidecar, parts.turn)
+    taken = {container["name"] for container in ours} & _names(spec, "containers", "initContainers")
     taken |= {_EMPTY, *(volume["name"] for volume in parts.volumes)} & _names(spec, "volumes")
     if taken:
         raise NotInjected(
             Reason.NAME_TAKEN, f"the pod already has containers or volumes with these names: {sorted(taken)}"
         )
-    ports = _ports([*(spec.get("containers") or []), *(spec.get("initContainers") or [])]) & _ports([parts.sidecar])
+    ports = _ports([*(spec.get("containers") or []), *(spec.get("initContainers") or [])]) & _ports(ours)
     if ports:
-        raise NotInjected(Reason.NAME_TAKEN, f"this pod already uses the sidecar's ports: {sorted(ports)}")
+        raise NotInjected(
+            Reason.NAME_TAKEN, f"this pod already uses ports of the sidecar or of the turn process: {sorted(ports)}"
+        )
 
 
 def _inject(pod: dict[str, Any], parts: PatchParts) -> None:
@@ -118,8 +123,9 @@ def _inject(pod: dict[str, Any], parts: PatchParts) -> None:
     _add_env(engine, parts)
     _add_mounts(engine, parts)
     _follow_scheme(engine, parts)
-    ours = [_our_container(container, user) for container in (parts.payload, parts.sidecar)]
-    spec["initContainers"] = [*ours, *(spec.get("initContainers") or [])]
+    payload, sidecar, turn = (_our_container(one, user) for one in (parts.payload, parts.sidecar, parts.turn))
+    spec["initContainers"] = [payload, sidecar, *(spec.get("initContainers") or [])]
+    spec["containers"].append({**turn, **_sleep_hook(engine)})
     spec["volumes"] = [*(spec.get("volumes") or []), *map(_readable, parts.volumes), {"name": _EMPTY, "emptyDir": {}}]
     _add_pull_secrets(spec, parts)
     annotations = {**(metadata.get("annotations") or {}), INJECTED_ANNOTATION: parts.version}
@@ -153,13 +159,20 @@ def _our_container(container: Mapping[str, Any], user: Mapping[str, int]) -> dic
     }
 
 
+def _sleep_hook(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's hook if it sleeps; empty for a hook that runs a program of vLLM's image, or asks its port."""
+    hook = (engine.get("lifecycle") or {}).get("preStop") or {}
+    return {"lifecycle": {"preStop": {"sleep": hook["sleep"]}}} if "sleep" in hook else {}
+
+
 def _readable(volume: dict[str, Any]) -> dict[str, Any]:
     """Return a volume whose secret files every user may read: without fsGroup they belong to root."""
     return volume | {"secret": volume["secret"] | {"defaultMode": _FILE_MODE}} if "secret" in volume else volume
 
 
 def _add_env(engine: dict[str, Any], parts: PatchParts) -> None:
-    env = engine.get("env") or []
+    # A template may have our variable copied from a running pod.
+    env = [item for item in engine.get("env") or [] if item["name"] != ARGUMENTS_ENV]
     path = next((item for item in env if item["name"] == _PYTHON_PATH), None)
     if path is None:
         env.append({"name": _PYTHON_PATH, "value": parts.python_path})
@@ -169,9 +182,7 @@ def _add_env(engine: dict[str, Any], parts: PatchParts) -> None:
         path["value"] = ":".join(filter(None, (parts.python_path, path.get("value", ""))))
     at_start = json.dumps({"arguments": parts.arguments, "port": parts.port, "https": parts.https})
     # Kubernetes replaces $(NAME) in values; $$ is its escape.
-    ours = [*parts.env, {"name": ARGUMENTS_ENV, "value": at_start.replace("$(", "$$(")}]
-    taken = {item["name"] for item in env}
-    engine["env"] = [*env, *(item for item in ours if item["name"] not in taken)]
+    engine["env"] = [*env, {"name": ARGUMENTS_ENV, "value": at_start.replace("$(", "$$(")}]
 
 
 def _add_mounts(engine: dict[str, Any], parts: PatchParts) -> None:
@@ -207,5 +218,5 @@ def _names(spec: Mapping[str, Any], *fields: str) -> set[str]:
     return {str(item.get("name")) for field in fields for item in spec.get(field) or []}
 
 
-def _ports(containers: list[dict[str, Any]]) -> set[int]:
+def _ports(containers: Iterable[Mapping[str, Any]]) -> set[int]:
     return {port["containerPort"] for container in containers for port in container.get("ports") or []}

@@ -40,7 +40,7 @@ PARTS: Mapping[str, Part] = {
     "injector": Part(
         "pod_injector",
         "injector",
-        "Add sidecar and plugin to vLLM pods, as a webhook. `injector payload DIR` copies the plugin.",
+        "Add sidecar, turn process and connector to vLLM pods: a webhook. `injector payload DIR` copies the connector.",
     ),
 }
 """All parts by their names on the command line."""

@@ -97,7 +97,7 @@ def injector(front: Front) -> Iterator[Finding]:
         return
     hint = "These pods run without context-cache. Their annotation context-cache.io/inject-skipped has the reason."
     if _RUST_FRONT_END in skips:
-        hint += " vLLM's Rust front end loads no middleware: remove VLLM_USE_RUST_FRONTEND from those pods."
+        hint += " vLLM's Rust front end takes no token ids of a chat: remove VLLM_USE_RUST_FRONTEND there."
     counts = ", ".join(f"{reason} {number}" for reason, number in skips.items())
     yield warning("injector", f"pods left alone since its start: {counts}", hint)
 

@@ -28,7 +28,7 @@ _CREATE_CURES = {
 }
 """Cure of a failed create by the error's code."""
 _STATUS_CURES = {
-    200: "The pod answered without a session_id: its turn middleware is missing (--middleware, or the pod injector).",
+    200: "The answer has no session_id: it is not from a turn process. Do the pods have the port `turn` (turn_url)?",
     404: "No route leads to the gateway: POST /v1/context must reach it (docs/guides/envoy.md).",
 }
 """Cure of a failed create by the status, for other codes."""

@@ -1,4 +1,4 @@
-"""`payload.py <folder> <wheels>`: the plugin, and its imports that vLLM's image lacks, in one folder.
+"""`payload.py <folder> <wheels>`: the connector, and its imports that vLLM's image lacks, in one folder.
 
 For each CPython that vLLM runs on, side by side: compiled modules carry the version in their names. `wheels` is a
 folder with both wheels of ours. An image build runs it, by the Python of an environment with pip; standard library
@@ -19,8 +19,8 @@ REQUIREMENTS = Path(__file__).with_name("payload.txt")
 LOCK = Path(__file__).with_name("image.lock")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 """Those that vLLM 0.32 runs on."""
-PACKAGES = ("contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "integrations")
-"""Packages of ours that the plugin imports."""
+PACKAGES = ("contextcache", "kv_sidecar", "vllm_plugin")
+"""Packages of ours that the connector imports."""
 _GLIBC = 28
 """Minor version of glibc 2 that wheels may need: vLLM's images stand on older systems too."""
 

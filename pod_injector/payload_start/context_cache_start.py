@@ -49,7 +49,7 @@ def add_arguments(argv: list[str], orig_argv: Sequence[str], environ: Mapping[st
         arguments = arguments[arguments.index("--ssl-certfile") :] if keeps_tls else []
     end = argv.index("--") if "--" in argv else len(argv)
     argv[end:end] = arguments
-    _report("added" if refused is None else refused[0], environ)
+    _report("added" if refused is None else refused[0], release["arguments"])
 
 
 def refusal(options: Mapping[str, str], *, rust: str, port: int, https: bool) -> tuple[str, str] | None:
@@ -67,7 +67,7 @@ def refusal(options: Mapping[str, str], *, rust: str, port: int, https: bool) ->
     host, listens_on = options.get("host", ""), options.get("port", _DEFAULT_PORT)
     release = "the release adds another certificate" if https else "the release's gateway sends HTTP"
     obstacles = (
-        (_is_on(rust), "rust-frontend", f"vLLM's Rust front end takes no --middleware: remove {RUST_FRONT_END_ENV}"),
+        (_is_on(rust), "rust-frontend", f"vLLM's Rust front end takes no ids of a chat: remove {RUST_FRONT_END_ENV}"),
         (connector, "kv-connector", f"the engine already has a KV connector (--{connector})"),
         (server, "server", f"with --{server} vLLM serves no HTTP on a port of this pod"),
         (certificate, "server", f"the engine has its own certificate (--{certificate}), but {release}"),
@@ -120,14 +120,14 @@ def _file_options(path: str) -> dict[str, str]:
     return {str(name).replace("_", "-"): str(value) for name, value in yaml.safe_load(Path(path).read_text()).items()}
 
 
-def _report(outcome: str, environ: Mapping[str, str]) -> None:
-    """Tell the sidecar the outcome. Without a Unix socket of a sidecar there is no place for it."""
-    scheme, _, socket = environ.get("TURN_SIDECAR", "").partition("://")
-    if scheme == "unix":
-        try:
-            Path(socket).with_name(REPORT_NAME).write_text(outcome)
-        except OSError as exc:
-            sys.stderr.write(f"context-cache: the outcome of this start was not written: {exc}\n")
+def _report(outcome: str, arguments: Sequence[str]) -> None:
+    """Tell the sidecar the outcome, in the directory of the socket that the connector uses."""
+    transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    socket = transfer["kv_connector_extra_config"]["sidecar"].removeprefix("unix://")
+    try:
+        Path(socket).with_name(REPORT_NAME).write_text(outcome)
+    except OSError as exc:
+        sys.stderr.write(f"context-cache: the outcome of this start was not written: {exc}\n")
 
 
 def _is_loopback(host: str) -> bool:

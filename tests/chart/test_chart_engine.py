@@ -50,36 +50,96 @@ def test_the_sidecar_takes_what_the_chart_says(monkeypatch):
     assert settings.disk_limit_bytes == 18 << 30
 
 
-def test_sidecar_engine_and_connector_meet_at_the_same_socket():
+def test_sidecar_turn_process_and_connector_meet_at_the_same_socket():
     pod = engine_pod({})
-    sidecar, vllm = container(pod, "kv-sidecar"), container(pod, "vllm")
+    sidecar, vllm, turn = (container(pod, name) for name in ("kv-sidecar", "vllm", "turn"))
     transfer = json.loads(next(word for word in vllm["args"] if "kv-transfer" in word).partition("=")[2])
     socket = env_of(sidecar)["SIDECAR_UNIX_SOCKET"]
-    mounts = [{mount["mountPath"]: mount["name"] for mount in made["volumeMounts"]} for made in (sidecar, vllm)]
     directory = str(Path(socket).parent)
+    mounts = {
+        mount["name"]
+        for made in (sidecar, vllm, turn)
+        for mount in made["volumeMounts"]
+        if mount["mountPath"] == directory
+    }
 
-    assert transfer["kv_connector_extra_config"]["sidecar"] == f"unix://{socket}" == env_of(vllm)["TURN_SIDECAR"]
-    assert mounts[0][directory] == mounts[1][directory]
+    assert transfer["kv_connector_extra_config"]["sidecar"] == f"unix://{socket}" == env_of(turn)["TURN_SIDECAR"]
+    assert mounts == {"kv-run"}
+
+
+@pytest.mark.parametrize(("values", "scheme"), [({}, "http"), (TLS_SECRET, "https")], ids=["plain", "tls"])
+def test_the_turn_process_stands_before_vllm_which_has_only_the_connector_of_ours(values, scheme):
+    pod = engine_pod(merged(values, {"discovery": {"port": 8080, "turnPort": 8081}}))
+    vllm, turn = container(pod, "vllm"), container(pod, "turn")
+    env = env_of(turn)
+
+    assert env["TURN_ENGINE_URL"] == f"{scheme}://127.0.0.1:8080"
+    assert "--port=8080" in vllm["args"]
+    assert turn["ports"] == [{"name": "turn", "containerPort": int(env["TURN_LISTEN_PORT"])}]
+    assert env["TURN_LISTEN_PORT"] == "8081"
+    assert "--middleware" not in " ".join(vllm["args"])
+    assert not [name for name in env_of(vllm) if name.startswith("TURN_")]
+
+
+def test_the_turn_process_is_alive_by_itself_and_ready_with_vllm():
+    """A dead engine must not restart it: it holds the answers that outlive their engine."""
+    turn = container(engine_pod(TLS_SECRET), "turn")
+    asked = {kind: turn[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")}
+
+    assert {kind: get["path"] for kind, get in asked.items()} == {
+        "startup": "/healthz",
+        "liveness": "/healthz",
+        "readiness": "/health",
+    }
+    assert {(get["port"], get["scheme"]) for get in asked.values()} == {("turn", "HTTPS")}
+
+
+def test_the_turn_process_gets_sigterm_together_with_vllm():
+    """A native sidecar would get it after vLLM has ended, too late to refuse turns."""
+    pod = engine_pod({"engine": {"preStopSleepS": 7}})
+
+    assert [one["name"] for one in pod.spec["containers"]] == ["vllm", "turn"]
+    assert {one["lifecycle"]["preStop"]["sleep"]["seconds"] for one in pod.spec["containers"]} == {7}
+
+
+def test_the_turn_process_gets_the_resources_of_the_values_also_in_injected_pods():
+    asked = {"requests": {"cpu": "1", "memory": "300Mi"}, "limits": {"memory": "2Gi"}}
+    documents = render(Release(merged(REDIS, ENGINE, INJECTOR, {"engine": {"turnResources": asked}})))
+    injected = json.loads(one(documents, "ConfigMap", "-injector")["data"]["parts.json"])["turn"]
+
+    assert container(pod_of(documents, "engine"), "turn")["resources"] == injected["resources"] == asked
+
+
+def test_an_injected_turn_process_keeps_no_pod_out_of_its_owner_s_services():
+    """Behind an engine on another port it is never ready."""
+    documents = render(Release(merged(REDIS, ENGINE, INJECTOR)))
+    injected = json.loads(one(documents, "ConfigMap", "-injector")["data"]["parts.json"])["turn"]
+    own = container(pod_of(documents, "engine"), "turn")
+
+    assert own.keys() - injected.keys() == {"readinessProbe", "lifecycle"}
+    assert {key: own[key] for key in injected} == injected
 
 
 def test_with_lmcache_there_is_no_sidecar_and_the_turn_answers_at_its_port():
     documents = render(Release(merged(REDIS, LMCACHE)))
     pod = pod_of(documents, "engine")
-    vllm = container(pod, "vllm")
+    vllm, turn = container(pod, "vllm"), container(pod, "turn")
     transfer = json.loads(next(word for word in vllm["args"] if "kv-transfer" in word).partition("=")[2])
-    env = env_of(vllm)
+    env = env_of(turn)
 
-    assert [one["name"] for one in pod.containers] == ["vllm"]
+    assert [one["name"] for one in pod.containers] == ["vllm", "turn"]
     assert transfer["kv_connector"] == "LMCacheMPConnector"
     assert transfer["kv_connector_extra_config"]["lmcache.mp.host"] == "tcp://$(HOST_IP)"
-    assert {port["containerPort"] for port in vllm["ports"]} == {8000, 50061}
+    assert [port["containerPort"] for port in vllm["ports"]] == [8000]
+    assert {port["containerPort"] for port in turn["ports"]} == {8010, 50061}
     assert env["TURN_LMCACHE_LISTEN"] == "0.0.0.0:50061"
     assert env["TURN_LMCACHE_MODEL"] == next(word for word in vllm["args"] if "--model=" in word).partition("=")[2]
     assert env["TURN_LMCACHE_WORLD_SIZE"] == "1"
     assert "TURN_SIDECAR" not in env
     # Kubernetes puts in only what stands before.
-    names = [item["name"] for item in vllm["env"]]
+    names = [item["name"] for item in turn["env"]]
     assert names.index("HOST_IP") < names.index("TURN_LMCACHE_URL")
+    assert "HOST_IP" in env_of(vllm)
 
 
 def test_below_lmcache_the_sidecar_is_reached_by_its_socket_alone():
@@ -91,7 +151,7 @@ def test_below_lmcache_the_sidecar_is_reached_by_its_socket_alone():
     assert env["SIDECAR_LISTEN"] == ""
     assert (env["SIDECAR_PEERS"], env["SIDECAR_HANDOVER_PEERS"]) == ("[]", "[]")
     assert [port["name"] for port in sidecar["ports"]] == ["kv-metrics"]
-    assert {port["name"] for port in container(pod, "vllm")["ports"]} == {"http", "kv-grpc"}
+    assert {port["name"] for port in container(pod, "turn")["ports"]} == {"turn", "kv-grpc"}
 
 
 def test_nothing_but_the_sockets_and_read_only_secrets_is_seen_by_engine_and_sidecar_both():
@@ -99,10 +159,10 @@ def test_nothing_but_the_sockets_and_read_only_secrets_is_seen_by_engine_and_sid
     pod = engine_pod(TLS_SECRET)
     seen = [
         {mount["mountPath"] for mount in container(pod, name)["volumeMounts"] if not mount.get("readOnly")}
-        for name in ("kv-sidecar", "vllm")
+        for name in ("kv-sidecar", "vllm", "turn")
     ]
 
-    assert seen[0] & seen[1] == {"/run/context-cache"}
+    assert seen[0] & seen[1] == seen[2] == {"/run/context-cache"}
     assert "/var/lib/context-cache" in seen[0]
     assert "/var/lib/context-cache" not in {mount["mountPath"] for mount in container(pod, "vllm")["volumeMounts"]}
     assert "/dev/shm" in seen[1]
@@ -116,8 +176,8 @@ def test_what_the_sidecar_takes_at_its_start_is_requested():
     assert int(requested.removesuffix("Gi")) << 30 > int(env_of(sidecar)["SIDECAR_MEMORY_LIMIT_BYTES"])
 
 
-def test_both_containers_of_the_engine_s_pod_run_as_one_user():
-    """One opens the other's sockets."""
+def test_the_containers_of_the_engine_s_pod_run_as_one_user():
+    """Two of them open the third one's sockets."""
     pod = engine_pod({"engine": {"podSecurityContext": {"runAsUser": 1001}}})
 
     assert pod.spec["securityContext"]["runAsUser"] == 1001
@@ -188,7 +248,7 @@ def test_injected_pods_are_closed_at_the_sidecar_s_ports_alone():
     everybody = next(rule for rule in policy["spec"]["ingress"] if "from" not in rule)
     ranges = [(rule["port"], rule["endPort"]) for rule in everybody["ports"] if "protocol" not in rule]
 
-    assert ranges == [(1, 9090), (9093, 65535)]
+    assert ranges == [(1, 8009), (8011, 9090), (9093, 65535)]
     assert policy["spec"]["policyTypes"] == ["Ingress"]
 
 
@@ -206,12 +266,11 @@ def test_the_connector_s_keys_are_those_of_its_settings():
 
 
 @pytest.mark.parametrize(("turn", "given"), [({}, "45"), ({"drainTimeoutS": 30}, "30")])
-def test_the_plugin_ends_turns_when_vllm_would_leave_them_without_an_end(turn, given):
-    vllm = container(engine_pod({"engine": {"shutdownTimeoutS": 45, "turn": turn}}), "vllm")
+def test_turns_end_when_vllm_would_leave_them_without_an_end(turn, given):
+    pod = engine_pod({"engine": {"shutdownTimeoutS": 45, "turn": turn}})
 
-    assert "--shutdown-timeout=45" in vllm["args"]
-    assert env_of(vllm)["TURN_DRAIN_TIMEOUT_S"] == given
-    assert [entry["name"] for entry in vllm["env"]].count("TURN_DRAIN_TIMEOUT_S") == 1
+    assert "--shutdown-timeout=45" in container(pod, "vllm")["args"]
+    assert env_of(container(pod, "turn"))["TURN_DRAIN_TIMEOUT_S"] == given
 
 
 def requests_of(release: str, container: str) -> dict:

@@ -90,8 +90,8 @@ SETTINGS = {
         },
     ),
     "elsewhere": (
-        {"clusterDomain": "corp.internal", "discovery": {"port": 8080}, "fullnameOverride": "kv"},
-        {"host": "kv-{}.llm.svc.corp.internal.", "pods_port": 8080},
+        {"clusterDomain": "corp.internal", "discovery": {"turnPort": 8090}, "fullnameOverride": "kv"},
+        {"host": "kv-{}.llm.svc.corp.internal.", "pods_port": 8090},
     ),
 }
 
@@ -108,7 +108,7 @@ def expected_settings(told: dict[str, Any]) -> EnvoySettings:
     return EnvoySettings(
         **{
             "gateways": [{"http": f"{gateways}:8000", "ext_proc": f"{gateways}:9002"}],
-            "pods": [f"{pods}:{told.pop('pods_port', 8000)}"],
+            "pods": [f"{pods}:{told.pop('pods_port', 8010)}"],
             "listen_host": "0.0.0.0",
             "listen_port": 8080,
             "metrics_listen": "0.0.0.0:9090",
@@ -347,6 +347,15 @@ def test_the_plugin_s_time_is_the_same_behind_another_envoy(timeout_s, written):
     policy = one(render(Release(values)), "EnvoyExtensionPolicy")
 
     assert policy["spec"]["extProc"][0]["messageTimeout"] == written
+
+
+def test_another_envoy_reaches_turn_processes_alone():
+    """Its fallback could bring a context's request to vLLM, which would answer without the context."""
+    pool = one(render(RELEASES["inference pool"]), "InferencePool")
+    [rule] = one(render(RELEASES["envoy gateway"]), "HTTPRoute", "-engines")["spec"]["rules"]
+
+    assert pool["spec"]["targetPorts"] == [{"number": 8010}]
+    assert [backend["port"] for backend in rule["backendRefs"]] == [8010]
 
 
 @pytest.mark.parametrize("values", [ENVOY_GATEWAY, INFERENCE_POOL])

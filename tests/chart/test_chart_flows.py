@@ -29,10 +29,10 @@ REDIS = pod("redis", "data", {"app": "redis"})
 API_SERVER = outside("api-server", "10.96.0.1")
 INTERNET = outside("internet", "203.0.113.7")
 WORLD = [APP, NEIGHBOUR, PROMETHEUS, COLLECTOR, DNS, PROXY, REDIS, API_SERVER, INTERNET]
-PORTS = [22, 53, 80, 443, 4317, 6379, 6443, 8000, 8080, 8443, 9002, 9090, 9091, 9901, 50051, 50061]
+PORTS = [22, 53, 80, 443, 4317, 6379, 6443, 8000, 8010, 8080, 8443, 9002, 9090, 9091, 9901, 50051, 50061]
 
 
-CLOSED_IN_INJECTED_PODS = {8000, 9091, 50061}
+CLOSED_IN_INJECTED_PODS = {8000, 8010, 9091, 50061}
 
 
 def of_namespace(name: str) -> dict:
@@ -65,14 +65,11 @@ OWN_REDIS = {"redis": {"url": ""}}
 ALWAYS: set[Flow] = {
     ("gateway", "context-manager", 50051),
     ("gateway", "api-server", 443),
-    ("gateway", "engine", 8000),
-    ("gateway", "engine", 50061),
-    ("gateway", "injected", 8000),
-    ("gateway", "injected", 50061),
+    *(("gateway", pod, port) for pod in ("engine", "injected") for port in (8000, 8010, 50061)),
     ("engine", "context-manager", 50051),
-    ("engine", "injected", 50061),
+    *(("engine", "injected", port) for port in (8000, 50061)),
     ("injected", "context-manager", 50051),
-    ("injected", "engine", 50061),
+    *(("injected", "engine", port) for port in (8000, 50061)),
     ("api-server", "injector", 8443),
     *((part, "dns", 53) for part in ("gateway", "context-manager", "engine")),
     *((part, "collector", 4317) for part in ("gateway", "context-manager", "engine")),
@@ -82,7 +79,7 @@ ALWAYS: set[Flow] = {
         (peer, part, port)
         for peer in ("prometheus", "collector")
         for part in ("engine", "injected")
-        for port in (8000, 9091)
+        for port in (8000, 8010, 9091)
     ),
 }
 """The flows of every mode."""
@@ -94,8 +91,7 @@ BEHIND_ENVOY: set[Flow] = {
     ("test", "dns", 53),
     ("envoy", "gateway", 8000),
     ("envoy", "gateway", 9002),
-    ("envoy", "engine", 8000),
-    ("envoy", "injected", 8000),
+    *(("envoy", pod, port) for pod in ("engine", "injected") for port in (8000, 8010)),
     ("envoy", "dns", 53),
     ("envoy", "collector", 4317),
     ("prometheus", "envoy", 9090),
@@ -104,8 +100,8 @@ BEHIND_ENVOY: set[Flow] = {
 BEHIND_ANOTHER_ENVOY: set[Flow] = {
     ("proxy", "gateway", 8000),
     ("proxy", "gateway", 9002),
-    ("proxy", "engine", 8000),
-    ("proxy", "injected", 8000),
+    ("proxy", "engine", 8010),
+    ("proxy", "injected", 8010),
     ("test", "gateway", 8000),
     ("test", "dns", 53),
 }
@@ -181,7 +177,7 @@ def test_somebody_else_s_pods_keep_their_own_traffic_by_default():
     documents = render(Release(values, namespace=NAMESPACE))
     injected = parties(documents)[-1]
     out = allowed(documents, namespace=NAMESPACE, callers=[injected], called=WORLD, ports=[22, 443])
-    into = allowed(documents, namespace=NAMESPACE, callers=[APP], called=[injected], ports=[8000, 50061])
+    into = allowed(documents, namespace=NAMESPACE, callers=[APP], called=[injected], ports=[8000, 8010, 50061])
 
     assert {flow[1] for flow in out} == {party.name for party in WORLD}
     assert into == {("app", "injected", 8000)}
@@ -191,13 +187,12 @@ def test_where_the_owner_s_policies_decide_ours_opens_nothing_for_strangers():
     """Policies add up: seen opening every port of a pod whose owner had closed them."""
     documents = render(Release(merged({"redis": NARROW["redis"]}, INJECTOR, OWN_POLICIES), namespace=NAMESPACE))
     injected = parties(documents)[-1]
-    into = allowed(documents, namespace=NAMESPACE, callers=[APP], called=[injected], ports=[22, 8000, 50061])
+    into = allowed(documents, namespace=NAMESPACE, callers=[APP], called=[injected], ports=[22, 8000, 8010, 50061])
     own = [party for party in parties(documents) if party.name == "gateway"]
 
     assert into == set()
-    assert allowed(documents, namespace=NAMESPACE, callers=own, called=[injected], ports=[8000, 50061]) == {
-        ("gateway", "injected", 8000),
-        ("gateway", "injected", 50061),
+    assert allowed(documents, namespace=NAMESPACE, callers=own, called=[injected], ports=[8000, 8010, 50061]) == {
+        ("gateway", "injected", port) for port in (8000, 8010, 50061)
     }
 
 

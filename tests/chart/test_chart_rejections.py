@@ -44,6 +44,10 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         merged(ENGINE, {"discovery": {"sidecarPort": 8000}}),
         ("discovery.sidecarPort",),
     ),
+    "one port for vLLM and its turn process": (
+        merged(ENGINE, {"discovery": {"turnPort": 8000}}),
+        ("discovery.port", "discovery.turnPort"),
+    ),
     "the port of the sidecar's metrics": ({"discovery": {"port": 9091}}, ("discovery.port", "9091")),
     "a model cache where something else is": (
         merged(ENGINE, {"engine": {"modelCache": {"mountPath": "/dev/shm"}}}),
@@ -67,7 +71,7 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     ),
     "vLLM's Rust front end": (
         merged(ENGINE, {"engine": {"extraEnv": [{"name": "VLLM_USE_RUST_FRONTEND", "value": "1"}]}}),
-        ("engine.extraEnv", "VLLM_USE_RUST_FRONTEND", "--middleware"),
+        ("engine.extraEnv", "VLLM_USE_RUST_FRONTEND", "ids of a chat"),
     ),
     "vLLM's Rust front end of one of the models": (
         merged(ENGINE, {"models": {"small": {"extraEnv": [{"name": "VLLM_USE_RUST_FRONTEND", "value": "true"}]}}}),
@@ -161,7 +165,11 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     ),
     "a sidecar that is killed before its peers have what it has": (
         merged(ENGINE, {"engine": {"shutdownTimeoutS": 90}}),
-        ("engine.terminationGracePeriodSeconds", "handoverS", "125"),
+        ("engine.terminationGracePeriodSeconds", "handoverS", "140"),
+    ),
+    "a turn process that is killed before its answers have ended": (
+        merged(ENGINE, {"engine": {"turn": {"drainTimeoutS": 90}}}),
+        ("engine.terminationGracePeriodSeconds", "engine.turn.drainTimeoutS", "140"),
     ),
     "one name for two models": (
         merged(

@@ -22,7 +22,7 @@ def injected_pod() -> dict:
     """Return a vLLM pod of somebody else's with what the chart's defaults have the injector add."""
     parts = json.loads(one(render(Release(INJECTOR)), "ConfigMap", "injector")["data"]["parts.json"])
     vllm = {"name": "vllm", "resources": {"requests": {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"}}}
-    return {"initContainers": [parts["payload"], parts["sidecar"]], "containers": [vllm]}
+    return {"initContainers": [parts["payload"], parts["sidecar"]], "containers": [vllm, parts["turn"]]}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,9 @@ def test_the_pages_say_what_an_engine_pod_and_an_injected_one_request():
     engine = one(render(Release(ENGINE)), "Deployment", "engine")["spec"]["template"]["spec"]
     asked = requests_of(engine)
 
-    assert (asked["cpu"], asked["memory"]) == (value("4500m"), value("21Gi"))
+    assert (asked["cpu"], asked["memory"]) == (value("4750m"), value("21.25Gi"))
     assert asked["ephemeral-storage"] == value("20Gi")
-    assert "4.5 CPUs, 21 GiB of memory and 20 GiB of the node's disk" in (DOCS / "operations/install.md").read_text()
-    assert "500m of CPU, 5Gi of memory" in (DOCS / "operations/pod-injector.md").read_text()
+    assert (
+        "4.75 CPUs, 21.25 GiB of memory and 20 GiB of the node's disk" in (DOCS / "operations/install.md").read_text()
+    )
+    assert "750m of CPU, 5.25Gi of memory" in (DOCS / "operations/pod-injector.md").read_text()

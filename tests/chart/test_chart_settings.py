@@ -30,7 +30,7 @@ PROCESSES = {
     "GATEWAY_": (GatewaySettings, "gateway.settings", "gateway", "gateway"),
     "MANAGER_": (ManagerSettings, "contextManager.settings", "context-manager", "context-manager"),
     "SIDECAR_": (SidecarSettings, "sidecar.settings", "engine", "kv-sidecar"),
-    "TURN_": (TurnSettings, "engine.turn", "engine", "vllm"),
+    "TURN_": (TurnSettings, "engine.turn", "engine", "turn"),
     "INJECTOR_": (InjectorSettings, "injector.settings", "injector", "injector"),
     "ENVOY_": (EnvoySettings, "envoy.settings", "envoy", "bootstrap"),
 }
@@ -161,7 +161,7 @@ def test_a_number_of_eight_digits_is_no_power_of_ten():
 def test_what_both_ends_must_agree_on_they_agree_on(name, scheme):
     documents = RELEASES[name]
     gateway = read(GatewaySettings, "GATEWAY_", container_of(documents, "gateway", "gateway"))
-    turn = read(TurnSettings, "TURN_", container_of(documents, "engine", "vllm"))
+    turn = read(TurnSettings, "TURN_", container_of(documents, "engine", "turn"))
     sidecar = read(SidecarSettings, "SIDECAR_", container_of(documents, "engine", "kv-sidecar"))
     vllm = container_of(documents, "engine", "vllm")
 
@@ -169,8 +169,11 @@ def test_what_both_ends_must_agree_on_they_agree_on(name, scheme):
     assert gateway.manager == turn.manager
     assert (gateway.tls is None, turn.tls is None, sidecar.tls is None) == (scheme == "http",) * 3
     assert turn.endpoint_name == SET_IN_THE_CLUSTER["fieldRef"]
-    assert env_of(vllm)["TURN_ENDPOINT_NAME"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+    assert env_of(container_of(documents, "engine", "turn"))["TURN_ENDPOINT_NAME"] == {
+        "fieldRef": {"fieldPath": "metadata.name"}
+    }
     assert vllm["readinessProbe"]["httpGet"].get("scheme", "HTTP") == scheme.upper()
+    assert turn.engine_url.partition(":")[0] == scheme
 
 
 def connector_of(container: dict) -> Any:
@@ -194,14 +197,13 @@ def test_the_connector_reads_what_the_chart_says_and_finds_the_sidecar():
         if name not in CHART_CONNECTOR_KEYS and field.default != ""
     }
     release = Release(merged(REDIS, ENGINE, {"engine": {"connector": {**sample_, "weights_epoch": "7"}}}))
-    vllm = container_of(release, "engine", "vllm")
-    sidecar = env_of(container_of(release, "engine", "kv-sidecar"))
-    found = connector_of(vllm)
+    turn, sidecar = (env_of(container_of(release, "engine", name)) for name in ("turn", "kv-sidecar"))
+    found = connector_of(container_of(release, "engine", "vllm"))
 
     assert found.weights_epoch == "7"
     assert found.load_always_ms == ConnectorSettings.__dataclass_fields__["load_always_ms"].default
     assert found.sidecar == f"unix://{sidecar['SIDECAR_UNIX_SOCKET']}"
-    assert found.secret_file == env_of(vllm)["TURN_SECRET_FILE"]
+    assert found.secret_file == turn["TURN_SECRET_FILE"]
 
 
 def test_limits_in_bytes_are_those_that_kubernetes_reads_from_the_amounts():

@@ -342,7 +342,6 @@ def test_vllm_is_told_what_the_values_say():
         "--shutdown-timeout",
     ):
         assert part in text, part
-    assert "vllm_plugin.turn.middleware.TurnMiddleware" in text
     assert "--enable-prompt-tokens-details" in words
     assert "--tensor-parallel-size" in " ".join(on_four)
 

@@ -307,6 +307,7 @@ def test_pod_monitors_find_every_port_with_metrics():
         ("envoy", 9090, "/stats/prometheus"),
         ("injector", 9090, "/metrics"),
         ("engine", 8000, "/metrics"),
+        ("engine", 8010, "/metrics"),
         ("engine", 9091, "/metrics"),
     }
 
@@ -331,7 +332,11 @@ def test_engines_are_found_by_one_label_that_their_service_carries_too():
     assert not service["spec"].get("publishNotReadyAddresses")
     assert label.items() <= pod_of(documents, "engine").labels.items()
     assert dict(item.split("=") for item in selector.split(",")) == label
-    assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == {"http": 8000, "kv-grpc": 50061}
+    assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == {
+        "http": 8000,
+        "turn": 8010,
+        "kv-grpc": 50061,
+    }
 
 
 def test_the_engines_service_is_there_without_the_chart_s_own_engine():

@@ -57,6 +57,7 @@ class _RenderedRelease:
             "envoy",
             "gateway",
             "kv-sidecar",
+            "turn",
             "valkey",
             "vllm",
         }
@@ -222,6 +223,7 @@ class TestMutualTls(_RenderedRelease):
             ("context-manager", "grpc"),
             ("engine", "http"),
             ("engine", "kv-grpc"),
+            ("engine", "turn"),
             ("envoy", "https"),
             ("gateway", "ext-proc"),
             ("gateway", "http"),

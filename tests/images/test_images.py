@@ -46,8 +46,8 @@ def test_nothing_in_the_image_can_be_changed_by_what_runs_in_it(buildah):
     assert buildah.run(IMAGE, "python", "-c", asked, user=USER) == "65532 False"
 
 
-def test_vllms_python_finds_the_plugin_and_what_it_brought_along(buildah):
-    asked = "import sys, vllm_plugin.turn, grpc; print(*sys.path, grpc.__file__)"
+def test_vllms_python_finds_the_connector_and_what_it_brought_along(buildah):
+    asked = "import sys, vllm_plugin, grpc; print(*sys.path, grpc.__file__)"
     *path, grpc = buildah.run(VLLM_IMAGE, "python3", "-c", asked, user=USER).split()
 
     payload = "/opt/context-cache/payload"

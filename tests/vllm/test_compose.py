@@ -27,8 +27,8 @@ from tests.kit.until import wait_until
 from tests.kit.valkey import valkey_binary
 
 pytestmark = pytest.mark.thorough
-ORDER = ("valkey", "manager", "sidecar", "engine-cpu", "gateway")
-PORTS = {"valkey": 6379, "manager": 50051, "sidecar": 50061, "engine-cpu": 8000, "gateway": 8000}
+ORDER = ("valkey", "manager", "sidecar", "turn", "engine-cpu", "gateway")
+PORTS = {"valkey": 6379, "manager": 50051, "sidecar": 50061, "turn": 8010, "engine-cpu": 8000, "gateway": 8000}
 METRICS = {"manager": 9090, "sidecar": 9091}
 _HEALTHY_S = 300.0
 _STOP_S = 40.0
@@ -72,7 +72,8 @@ class Composed:
         found: dict[str, Any] = self.services[service]
         command = [self.here(word, service) for word in self.command(service, found)]
         environment = {name: self.here(str(value), service) for name, value in found.get("environment", {}).items()}
-        for variable, port in (("_METRICS_PORT", self.metrics.get(service)), ("GATEWAY_PORT", self.ports[service])):
+        own = dict.fromkeys(("GATEWAY_PORT", "TURN_LISTEN_PORT"), self.ports[service])
+        for variable, port in {"_METRICS_PORT": self.metrics.get(service), **own}.items():
             environment |= {name: str(port) for name in environment if name.endswith(variable)}
         kept = {name: os.environ[name] for name in ("PATH", "LANG", "OMP_NUM_THREADS") if name in os.environ}
         with (self.folder / f"{service}.log").open("ab") as log:

@@ -11,31 +11,29 @@ from pathlib import Path
 from pod_injector.payload import copy_payload
 from pod_injector.payload_start.context_cache_start import ARGUMENTS_ENV, REPORT_NAME
 
-ARGUMENTS = (
-    "--middleware",
-    "vllm_plugin.turn.middleware.TurnMiddleware",
-    "--kv-transfer-config",
-    '{"kv_connector":"ContextCacheConnector","kv_role":"kv_both"}',
-    "--enable-prompt-tokens-details",
-)
 START = """#!/bin/sh
 OPTIONS="--port 8000 --dtype float32"
 exec python3 -m vllm.entrypoints.openai.api_server --model "$1" $OPTIONS
 """
 
 
-def test_vllm_behind_a_start_script_has_middleware_and_connector(tmp_path: Path) -> None:
+def test_vllm_behind_a_start_script_has_the_connector(tmp_path: Path) -> None:
     """`vllm serve` itself needs a package called vllm, which the CPU build is not: unit tests have a stub of it."""
     (tmp_path / "image" / "ours").mkdir(parents=True)
     copy_payload(tmp_path / "payload", source=tmp_path / "image")
     (tmp_path / "start.sh").write_text(START)
+    transfer = {
+        "kv_connector": "ContextCacheConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"sidecar": f"unix://{tmp_path}/sidecar.sock"},
+    }
+    arguments = ("--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details")
     env = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{tmp_path}/payload/start:{Path.cwd()}",
-        "TURN_SIDECAR": f"unix://{tmp_path}/sidecar.sock",
         "HF_HUB_OFFLINE": "1",
         "HOME": str(tmp_path),
-        ARGUMENTS_ENV: json.dumps({"arguments": ARGUMENTS, "port": 8000, "https": False}),
+        ARGUMENTS_ENV: json.dumps({"arguments": arguments, "port": 8000, "https": False}),
     }
 
     done = subprocess.run(
@@ -48,7 +46,6 @@ def test_vllm_behind_a_start_script_has_middleware_and_connector(tmp_path: Path)
     )
 
     [parsed] = [line for line in done.stdout.splitlines() if "non-default args" in line]
-    assert "'middleware': ['vllm_plugin.turn.middleware.TurnMiddleware']" in parsed
     assert "kv_connector='ContextCacheConnector'" in parsed
     assert "'dtype': 'float32'" in parsed
     assert (tmp_path / REPORT_NAME).read_text() == "added"

@@ -1,9 +1,9 @@
 {{/*
-What makes a pod with vLLM one of the release's: the kv-sidecar beside it, the sockets by which they meet, the turn
-middleware's environment and the connector's configuration. engine.yaml uses it for the chart's own pods; the injector gets the same
-text as data and patches it into others. All take the root and give YAML lists, transferConfig a JSON object.
+What makes a pod with vLLM one of the release's: kv-sidecar and turn process beside it, the sockets by which they meet, and
+the connector's configuration. engine.yaml uses it for the chart's own pods; the injector gets the same text as data and
+patches it into others. All take the root and give YAML lists, transferConfig a JSON object.
 
-Both containers should run as one user: the sockets are files of one that the other opens.
+The three containers should run as one user: vLLM and the turn process open sockets that are files of the sidecar.
 */}}
 
 {{/*
@@ -36,7 +36,7 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
     - name: SIDECAR_UNIX_SOCKET
       value: /run/context-cache/sidecar.sock
     - name: SIDECAR_LISTEN
-      {{- /* Where LMCache keeps KV the turn answers gateways at that port. */}}
+      {{- /* Where LMCache keeps KV the turn process answers gateways at that port. */}}
       value: {{ ternary "" (printf "0.0.0.0:%d" (int .Values.discovery.sidecarPort)) (ne "" (include "context-cache.engine.lmcache" .)) | quote }}
     - name: SIDECAR_MEMORY_LIMIT_BYTES
       value: {{ include "context-cache.bytes" (dict "name" "sidecar.memoryLimit" "value" .Values.sidecar.memoryLimit) | quote }}
@@ -136,7 +136,7 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
 {{- end }}
 
 {{/*
-Volumes of a pod with vLLM: the sockets, the sidecar's disk, and the Secrets the plugin and the sidecar read. dict "root" $
+Volumes of a pod with vLLM: the sockets, the sidecar's disk, and the Secrets that its containers read. dict "root" $
 "claimed" whether the pod's StatefulSet claims the disk; injected pods have none that does, theirs goes with the pod.
 */}}
 {{- define "context-cache.sidecar.volumes" -}}
@@ -200,36 +200,110 @@ outlives its pod.
 {{- $all | toJson }}
 {{- end }}
 
-{{/* Environment of the turn middleware, in vLLM's container. */}}
-{{- define "context-cache.engine.env" -}}
-- name: TURN_MANAGER
-  value: {{ include "context-cache.manager.address" . | quote }}
-{{- if include "context-cache.engine.lmcache" . }}
-{{- /* Named before what may be made of it: $(HOST_IP) is LMCache's server where each node has one. */}}
+{{/*
+The turn process. A plain container, no native sidecar: it gets SIGTERM together with vLLM. It then refuses new turns, and
+vLLM waits for the running ones (--shutdown-timeout). Liveness is its own; readiness is vLLM's, asked through it.
+*/}}
+{{- define "context-cache.turn.container" -}}
+{{- $scheme := ternary "HTTPS" "HTTP" .Values.tls.enabled }}
+- name: turn
+  image: {{ include "context-cache.image" (dict "root" . "image" .Values.image) | quote }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  args: [serve, turn]
+  env:
+    - name: TURN_LISTEN_HOST
+      value: 0.0.0.0
+    - name: TURN_LISTEN_PORT
+      value: {{ .Values.discovery.turnPort | quote }}
+    - name: TURN_ENGINE_URL
+      value: {{ printf "%s://127.0.0.1:%d" (lower $scheme) (int .Values.discovery.port) | quote }}
+    - name: TURN_MANAGER
+      value: {{ include "context-cache.manager.address" . | quote }}
+    {{- if include "context-cache.engine.lmcache" . }}
+    {{- include "context-cache.engine.hostIp" . | nindent 4 }}
+    - name: TURN_LMCACHE_MODEL
+      value: {{ .Values.engine.model | quote }}
+    - name: TURN_LMCACHE_WORLD_SIZE
+      value: {{ .Values.engine.tensorParallelSize | quote }}
+    - name: TURN_LMCACHE_LISTEN
+      value: "0.0.0.0:{{ .Values.discovery.sidecarPort }}"
+    {{- else }}
+    - name: TURN_SIDECAR
+      value: unix:///run/context-cache/sidecar.sock
+    {{- end }}
+    - name: TURN_SECRET_FILE
+      value: /etc/context-cache/signing/secret
+    {{- /* The gateway finds pods in EndpointSlices, under the same name. */}}
+    - name: TURN_ENDPOINT_NAME
+      valueFrom:
+        fieldRef:
+          fieldPath: metadata.name
+    {{- if not (hasKey (.Values.engine.turn | default dict) "drainTimeoutS") }}
+    {{- /* What vLLM leaves without an end when its own time is over, the turn process ends. */}}
+    - name: TURN_DRAIN_TIMEOUT_S
+      value: {{ .Values.engine.shutdownTimeoutS | quote }}
+    {{- end }}
+    - name: TURN_LOG_LEVEL
+      value: {{ .Values.logLevel }}
+    {{- include "context-cache.tls.env" (dict "root" . "prefix" "TURN_") | nindent 4 }}
+    {{- include "context-cache.traces.env" (dict "root" . "prefix" "TURN_") | nindent 4 }}
+    {{- include "context-cache.settingsEnv" (dict "prefix" "TURN_" "settings" .Values.engine.turn) | nindent 4 }}
+  ports:
+    - name: turn
+      containerPort: {{ .Values.discovery.turnPort }}
+    {{- if include "context-cache.engine.lmcache" . }}
+    {{- /* Gateways delete a context through the pod that has it. */}}
+    - name: kv-grpc
+      containerPort: {{ .Values.discovery.sidecarPort }}
+    {{- end }}
+  startupProbe:
+    httpGet:
+      path: /healthz
+      port: turn
+      scheme: {{ $scheme }}
+    periodSeconds: 2
+    timeoutSeconds: 5
+    failureThreshold: 60
+  livenessProbe:
+    httpGet:
+      path: /healthz
+      port: turn
+      scheme: {{ $scheme }}
+    periodSeconds: 10
+    timeoutSeconds: 5
+    failureThreshold: 6
+  readinessProbe:
+    httpGet:
+      path: /health
+      port: turn
+      scheme: {{ $scheme }}
+    periodSeconds: 5
+    timeoutSeconds: {{ .Values.engine.probes.timeoutS }}
+    failureThreshold: 3
+  lifecycle:
+    {{- include "context-cache.engine.preStop" . | nindent 4 }}
+  terminationMessagePolicy: FallbackToLogsOnError
+  securityContext:
+    {{- include "context-cache.containerSecurityContext" . | nindent 4 }}
+  resources:
+    {{- toYaml .Values.engine.turnResources | nindent 4 }}
+  volumeMounts:
+    {{- include "context-cache.engine.mounts" . | nindent 4 }}
+{{- end }}
+
+{{/* Hook of vLLM and of the turn process. Endpoints are taken out first; requests that are on their way still arrive. */}}
+{{- define "context-cache.engine.preStop" -}}
+preStop:
+  sleep:
+    seconds: {{ .Values.engine.preStopSleepS }}
+{{- end }}
+
+{{/* Named before what may be made of it: $(HOST_IP) is LMCache's server where each node has one. */}}
+{{- define "context-cache.engine.hostIp" -}}
 - name: HOST_IP
   valueFrom:
     fieldRef:
       fieldPath: status.hostIP
-- name: TURN_LMCACHE_MODEL
-  value: {{ .Values.engine.model | quote }}
-- name: TURN_LMCACHE_WORLD_SIZE
-  value: {{ .Values.engine.tensorParallelSize | quote }}
-- name: TURN_LMCACHE_LISTEN
-  value: "0.0.0.0:{{ .Values.discovery.sidecarPort }}"
-{{- else }}
-- name: TURN_SIDECAR
-  value: unix:///run/context-cache/sidecar.sock
-{{- end }}
-- name: TURN_SECRET_FILE
-  value: /etc/context-cache/signing/secret
-{{- /* The gateway finds pods in EndpointSlices, under the same name. */}}
-- name: TURN_ENDPOINT_NAME
-  valueFrom:
-    fieldRef:
-      fieldPath: metadata.name
-{{ include "context-cache.tls.env" (dict "root" . "prefix" "TURN_") }}
-{{ include "context-cache.traces.env" (dict "root" . "prefix" "TURN_") }}
-{{ include "context-cache.settingsEnv" (dict "prefix" "TURN_" "settings" .Values.engine.turn) }}
 {{- end }}
 
 {{/* Not empty where LMCache keeps KV, in the place of connector and sidecar. */}}
@@ -237,7 +311,7 @@ outlives its pod.
 {{- dig "lmcacheUrl" "" (.Values.engine.turn | default dict) }}
 {{- end }}
 
-{{/* What those of vLLM's mounts are that it shares with a sidecar, where there is none. */}}
+{{/* Volumes of a pod with vLLM and the turn process, but without a sidecar. */}}
 {{- define "context-cache.engine.volumes" -}}
 - name: kv-run
   emptyDir: {}
@@ -245,7 +319,7 @@ outlives its pod.
 {{ include "context-cache.tls.volume" . }}
 {{- end }}
 
-{{/* Mounts of vLLM's container. It sees no block as a file: what it saves and loads lies in memory of the sidecar's. */}}
+{{/* Mounts of vLLM and of the turn process. They see no block as a file: KV lies in memory of the sidecar's. */}}
 {{- define "context-cache.engine.mounts" -}}
 - name: kv-run
   mountPath: /run/context-cache

@@ -174,11 +174,27 @@ store is, so its own port is open beside theirs. Takes the root.
 {{- end }}
 
 {{/*
-Rules for vLLM's port. Its metrics are there too, so who scrapes could also ask the model: only those who are named.
+Rule for vLLM's port. Its metrics are there too, so who scrapes could also ask the model: only those who are named. Turn
+processes of other pods continue an answer here whose own engine is gone. Somebody else's proxy uses the turn port alone.
 */}}
 {{- define "context-cache.network.vllm" -}}
 - ports:
     - port: {{ .Values.discovery.port }}
+  from:
+    {{- include "context-cache.network.pods" (dict "root" . "component" "gateway") | nindent 4 }}
+    {{- if eq .Values.envoy.mode "proxy" }}
+    {{- include "context-cache.network.proxies" . | nindent 4 }}
+    {{- end }}
+    {{- include "context-cache.network.engines" . | nindent 4 }}
+    {{- with .Values.networkPolicy.monitoring }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{/* Rule for the port of the turn process, whose metrics are there too. */}}
+{{- define "context-cache.network.turn" -}}
+- ports:
+    - port: {{ .Values.discovery.turnPort }}
   from:
     {{- include "context-cache.network.pods" (dict "root" . "component" "gateway") | nindent 4 }}
     {{- include "context-cache.network.proxies" . | nindent 4 }}
@@ -201,8 +217,8 @@ Rules for vLLM's port. Its metrics are there too, so who scrapes could also ask 
 
 {{/*
 Injected pods are somebody else's: opting in must not cut what they did before. A policy closes all ports of the pods it
-selects, so this one opens all again but the sidecar's two, which hold KV of every tenant and came with us. vLLM's port
-stays as open as it was, unless injectedPods.restrictHttp says that everybody has moved to the front; what reaches it
+selects, so this one opens all again but those that came with us: the sidecar's two, which hold KV of every tenant, and
+the turn process's. vLLM's port stays as open as it was, unless injectedPods.restrictHttp says that everybody has moved to the front; what reaches it
 directly gets no context, as only signed requests do. Policies add up: where the owner's own ones are to decide, which
 would not have opened all that, this one has to open nothing (injectedPods.ownPolicies). What these pods call is not restricted: no Egress here.
 */}}
@@ -223,6 +239,7 @@ spec:
   policyTypes: [Ingress]
   ingress:
     {{- include "context-cache.network.sidecar" . | nindent 4 }}
+    {{- include "context-cache.network.turn" . | nindent 4 }}
     {{- if or .Values.networkPolicy.injectedPods.restrictHttp .Values.networkPolicy.injectedPods.ownPolicies }}
     {{- include "context-cache.network.vllm" . | nindent 4 }}
     {{- end }}
@@ -231,9 +248,9 @@ spec:
     {{- end }}
 {{- end }}
 
-{{/* A rule for every port but the sidecar's two (and vLLM's): ranges between them, for each protocol. */}}
+{{/* A rule for every port but those of sidecar and turn process (and vLLM's): ranges between them, for each protocol. */}}
 {{- define "context-cache.network.otherPorts" -}}
-{{- $closed := list (int .Values.discovery.sidecarPort) 9091 }}
+{{- $closed := list (int .Values.discovery.sidecarPort) (int .Values.discovery.turnPort) 9091 }}
 {{- if .Values.networkPolicy.injectedPods.restrictHttp }}
 {{- $closed = append $closed (int .Values.discovery.port) }}
 {{- end }}

@@ -18,7 +18,6 @@ The chart's own vLLM container: what injected pods bring themselves. All take th
 - --max-model-len={{ $engine.maxModelLen | int64 }}
 {{- end }}
 - --shutdown-timeout={{ $engine.shutdownTimeoutS }}
-- --middleware=vllm_plugin.turn.middleware.TurnMiddleware
 {{- /* Usage says how many tokens were found in the cache: it is what a context's receipt is made from. */}}
 - --enable-prompt-tokens-details
 - {{ printf "--kv-transfer-config=%s" (include "context-cache.engine.transferConfig" .) | quote }}
@@ -34,7 +33,7 @@ header, everything else by the NetworkPolicy. */}}
 {{- end }}
 {{- end }}
 
-{{/* Environment beside the plugin's. What extraEnv says wins: no name may stand twice. */}}
+{{/* Environment. What extraEnv says wins: no name may stand twice. */}}
 {{- define "context-cache.engine.ownEnv" -}}
 {{- $engine := .Values.engine }}
 {{- $env := dict
@@ -43,10 +42,6 @@ header, everything else by the NetworkPolicy. */}}
   "DO_NOT_TRACK" "1" }}
 {{- /* Caches of compilers go under HOME. PyTorch asks for the user's name, which a UID without an entry in passwd lacks. */}}
 {{- $_ := merge $env (dict "HOME" "/tmp" "USER" "context-cache") }}
-{{- if not (hasKey ($engine.turn | default dict) "drainTimeoutS") }}
-{{- /* What vLLM leaves without an end when its own time is over, the plugin ends. */}}
-{{- $_ := merge $env (dict "TURN_DRAIN_TIMEOUT_S" ($engine.shutdownTimeoutS | toString)) }}
-{{- end }}
 {{- if eq (int $engine.gpu.count) 0 }}
 {{- /* Binding threads to cores needs rights that containers lack. */}}
 {{- $_ := merge $env (dict "VLLM_CPU_KVCACHE_SPACE" ($engine.cpuKvCacheGiB | toString) "VLLM_CPU_OMP_THREADS_BIND" "nobind") }}
@@ -144,9 +139,11 @@ readinessProbe:
 {{- $store := ne "" (dig "storeUrl" "" .Values.sidecar.settings) }}
 {{- /* An ending sidecar saves its contexts in the store or to its peers, and drains for 5 s (kv_sidecar DRAIN_S). */}}
 {{- $flush := ternary (dig "handoverS" 20.0 .Values.sidecar.settings) 0.0 (or $store (ne "[]" (include "context-cache.sidecar.takers" .))) | float64 | ceil | int }}
-{{- $needed := add $engine.preStopSleepS $engine.shutdownTimeoutS 5 $flush }}
+{{- /* A turn process cancels what outlives its drain, and ends 15 s after that (vllm_plugin/turn/__main__.py). */}}
+{{- $turns := dig "drainTimeoutS" $engine.shutdownTimeoutS ($engine.turn | default dict) | float64 | ceil | int | add 15 }}
+{{- $needed := add $engine.preStopSleepS (max (int $engine.shutdownTimeoutS) (int $turns)) 5 $flush }}
 {{- if lt (int $engine.terminationGracePeriodSeconds) (int $needed) }}
-{{- fail (printf "engine.terminationGracePeriodSeconds (%d) must be at least %d: engine.preStopSleepS, engine.shutdownTimeoutS, 5 s of the sidecar and sidecar.settings.handoverS. Otherwise running answers are cut or KV is lost" (int $engine.terminationGracePeriodSeconds) (int $needed)) }}
+{{- fail (printf "engine.terminationGracePeriodSeconds (%d) must be at least %d: engine.preStopSleepS, engine.shutdownTimeoutS (engine.turn.drainTimeoutS), 15 s of the turn process, 5 s of the sidecar and sidecar.settings.handoverS. Otherwise running answers are cut or KV is lost" (int $engine.terminationGracePeriodSeconds) (int $needed)) }}
 {{- end }}
 {{- if not (or $engine.rollout.maxSurge $engine.rollout.maxUnavailable) }}
 {{- fail "engine.rollout: maxSurge and maxUnavailable must not both be 0. No pod could be replaced" }}

@@ -28,7 +28,7 @@ SETTINGS = {
     "gateway": ("GATEWAY_", GatewaySettings),
     "manager": ("MANAGER_", ManagerSettings),
     "sidecar": ("SIDECAR_", SidecarSettings),
-    **dict.fromkeys(ENGINES, ("TURN_", TurnSettings)),
+    "turn": ("TURN_", TurnSettings),
 }
 
 
@@ -41,7 +41,7 @@ def settings_of(service: str, monkeypatch):
 
 
 def test_the_services_are_those_of_a_deployment():
-    assert set(SERVICES) == {"prepare", "valkey", "manager", "sidecar", "gateway", *ENGINES}
+    assert set(SERVICES) == {"prepare", "valkey", "manager", "sidecar", "turn", "gateway", *ENGINES}
     assert {name: SERVICES[name]["profiles"] for name in ENGINES} == {"engine-cpu": ["cpu"], "engine-gpu": ["gpu"]}
 
 
@@ -57,7 +57,7 @@ def test_each_variable_is_a_setting_of_its_process(service, monkeypatch):
 
 
 def test_each_process_of_ours_is_a_command_of_the_image():
-    commands = {name: SERVICES[name]["command"] for name in ("gateway", "manager", "sidecar")}
+    commands = {name: SERVICES[name]["command"] for name in SETTINGS}
 
     assert commands == {name: ["serve", name] for name in commands}
     assert commands.keys() <= PARTS.keys()
@@ -66,21 +66,24 @@ def test_each_process_of_ours_is_a_command_of_the_image():
 
 def test_the_parts_find_each_other(monkeypatch):
     """Seen to fail with another port of the sidecar, and with another path of its socket in the connector's options."""
-    gateway, manager, sidecar = (settings_of(name, monkeypatch)[1] for name in ("gateway", "manager", "sidecar"))
+    gateway, manager, sidecar, turn = (settings_of(name, monkeypatch)[1] for name in SETTINGS)
     [pod] = gateway.endpoints
 
     assert manager.listen == f"0.0.0.0:{gateway.manager.rpartition(':')[2]}"
     assert manager.redis_url.get_secret_value() == "redis://valkey:6379/0"
-    assert (pod.url, pod.sidecar) == ("http://engine:8000", f"sidecar:{sidecar.listen.rpartition(':')[2]}")
-    assert gateway.manager == sidecar.manager == "manager:50051"
+    assert (pod.url, pod.sidecar) == (turn.engine_url, f"sidecar:{sidecar.listen.rpartition(':')[2]}")
+    assert (turn.engine_url, turn.listen_host) == ("http://engine:8000", "0.0.0.0")
+    assert pod.turn_url == f"http://turn:{turn.listen_port}"
+    assert gateway.manager == sidecar.manager == turn.manager == "manager:50051"
+    assert turn.endpoint_name == pod.name
+    assert turn.sidecar == f"unix://{sidecar.unix_socket}"
+    assert turn.secret_file == gateway.secret_file
     for name in ENGINES:
-        turn = settings_of(name, monkeypatch)[1]
         connector = transfer_config(SERVICES[name])["kv_connector_extra_config"]
         assert {"--host=0.0.0.0", "--port=8000", "--enable-prompt-tokens-details"} <= set(SERVICES[name]["command"])
         assert SERVICES[name]["networks"] == {"default": {"aliases": ["engine"]}}
-        assert (turn.manager, turn.endpoint_name) == (gateway.manager, pod.name)
-        assert connector["sidecar"] == turn.sidecar == f"unix://{sidecar.unix_socket}"
-        assert connector["secret_file"] == str(turn.secret_file) == str(gateway.secret_file)
+        assert f"--shutdown-timeout={turn.drain_timeout_s:.0f}" in SERVICES[name]["command"]
+        assert (connector["sidecar"], connector["secret_file"]) == (turn.sidecar, str(turn.secret_file))
         assert connector.keys() <= {field.name for field in connector_fields()}
 
 
@@ -95,11 +98,12 @@ def test_each_service_is_asked_for_its_health_on_a_port_that_it_opens(service, m
         assert f"--port={port[1]}" in SERVICES[service]["command"]
     else:
         settings = settings_of(service, monkeypatch)[1]
-        assert int(port[1]) == (settings.port if service == "gateway" else settings.metrics_port)
+        own = {"gateway": "port", "turn": "listen_port"}
+        assert int(port[1]) == getattr(settings, own.get(service, "metrics_port"))
 
 
 def test_the_paths_of_settings_are_volumes_and_secrets_of_their_service(monkeypatch):
-    for name in SETTINGS:
+    for name in (*SETTINGS, *ENGINES):
         mounted = {volume.partition(":")[2] for volume in SERVICES[name].get("volumes", [])}
         mounted |= {f"/run/secrets/{secret}" for secret in SERVICES[name].get("secrets", [])}
         texts = [str(value) for value in SERVICES[name]["environment"].values()]
@@ -107,7 +111,7 @@ def test_the_paths_of_settings_are_volumes_and_secrets_of_their_service(monkeypa
         assert {path for path in paths if not any(path.startswith(where) for where in mounted)} == set()
     owned = set(SERVICES["prepare"]["entrypoint"][2:])
     assert owned == {volume.partition(":")[2] for volume in SERVICES["prepare"]["volumes"]}
-    assert owned >= {v.partition(":")[2] for name in (*ENGINES, "sidecar") for v in SERVICES[name]["volumes"]}
+    assert owned >= {v.partition(":")[2] for name in (*ENGINES, "sidecar", "turn") for v in SERVICES[name]["volumes"]}
 
 
 def test_nothing_is_published_but_the_gateway_and_that_on_loopback():

@@ -295,7 +295,7 @@ def test_a_metrics_port_that_is_another_is_told(deployment, answer):
         (error(503, "store_unavailable"), "Redis"),
         (error(503, "gateway_unavailable"), "pods"),
         ((404, "Not Found"), "route"),
-        ((200, {"usage": {}}), "middleware"),
+        ((200, {"usage": {}}), "turn process"),
         ((500, "x"), "logs"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 from pod_injector.parts import PatchParts, with_own_names
 
 TRANSFER = '{"kv_connector": "ContextCacheConnector"}'
-ARGUMENTS = ("--middleware", "vllm_plugin.M", "--kv-transfer-config", TRANSFER, "--enable-prompt-tokens-details")
+ARGUMENTS = ("--kv-transfer-config", TRANSFER, "--enable-prompt-tokens-details")
 
 
 def make_parts(**changes: Any) -> PatchParts:
@@ -34,12 +34,20 @@ def make_parts(**changes: Any) -> PatchParts:
             "securityContext": {"allowPrivilegeEscalation": False},
             "volumeMounts": [{"name": "kv-run", "mountPath": "/run/context-cache"}],
         },
+        "turn": {
+            "name": "turn",
+            "image": "context-cache:0.1.0",
+            "args": ["turn"],
+            "env": [{"name": "TURN_SIDECAR", "value": "unix:///run/context-cache/sidecar.sock"}],
+            "ports": [{"name": "turn", "containerPort": 8010}],
+            "securityContext": {"allowPrivilegeEscalation": False},
+            "volumeMounts": [{"name": "kv-run", "mountPath": "/run/context-cache"}],
+        },
         "volumes": [
             {"name": "kv-run", "emptyDir": {}},
             {"name": "signing", "secret": {"secretName": "cc-signing", "defaultMode": 0o440}},
             {"name": "payload", "emptyDir": {}},
         ],
-        "env": [{"name": "TURN_SIDECAR", "value": "unix:///run/context-cache/sidecar.sock"}],
         "mounts": [
             {"name": "kv-run", "mountPath": "/run/context-cache"},
             {"name": "signing", "mountPath": "/etc/context-cache/signing", "readOnly": True},

@@ -55,6 +55,12 @@ def sidecar_of(pod):
     return next(container for container in pod["spec"]["initContainers"] if container["name"] == "kv-sidecar")
 
 
+def ours_of(pod):
+    """Return the containers that the injector has added."""
+    named = {"context-cache-payload", "kv-sidecar", "turn"}
+    return [one for one in (*pod["spec"]["initContainers"], *pod["spec"]["containers"]) if one["name"] in named]
+
+
 def arguments_of(pod):
     """Return the arguments that vLLM's process will add to its own."""
     [value] = [item["value"] for item in engine_of(pod)["env"] if item["name"] == ARGUMENTS_ENV]
@@ -96,6 +102,30 @@ def test_payload_and_sidecar_come_before_the_pods_own_init_containers():
     names = [container["name"] for container in injected(PODS["shell-and-lists"])["spec"]["initContainers"]]
 
     assert names == ["context-cache-payload", "kv-sidecar", "download"]
+
+
+def test_the_turn_process_is_the_last_container_and_no_init_container():
+    """A native sidecar would get SIGTERM after vLLM has ended, too late to refuse turns."""
+    after = injected(PODS["shell-and-lists"])["spec"]
+
+    assert [container["name"] for container in after["containers"]] == ["vllm", "proxy", "turn"]
+    assert "turn" not in [container["name"] for container in after["initContainers"]]
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        ({"preStop": {"sleep": {"seconds": 7}}}, {"preStop": {"sleep": {"seconds": 7}}}),
+        ({"preStop": {"exec": {"command": ["sleep", "7"]}}}, None),
+        ({"postStart": {"sleep": {"seconds": 7}}}, None),
+        (None, None),
+    ],
+)
+def test_the_turn_process_hears_of_its_end_together_with_vllm(hook, expected):
+    """Seen failing: the turn process refused turns while vLLM's hook still slept."""
+    after = injected(make_pod(make_engine(lifecycle=hook)))
+
+    assert engine_of(after, "turn").get("lifecycle") == expected
 
 
 def test_the_pod_is_found_by_its_releases_service_and_says_that_it_was_injected():
@@ -146,8 +176,10 @@ def test_of_two_engines_the_annotation_says_which():
         (make_pod({"name": "web", "image": "nginx:1"}), Reason.NO_VLLM_CONTAINER),
         (make_pod(make_engine(args=["m", "--port", "9000"])), Reason.PORT),
         (make_pod(initContainers=[{"name": "kv-sidecar", "image": "x"}]), Reason.NAME_TAKEN),
+        (make_pod(make_engine(), {"name": "turn", "image": "x"}), Reason.NAME_TAKEN),
         (make_pod(volumes=[{"name": "context-cache-kv-run", "emptyDir": {}}]), Reason.NAME_TAKEN),
         (make_pod(make_engine(), {"name": "x", "image": "x", "ports": [{"containerPort": 50061}]}), Reason.NAME_TAKEN),
+        (make_pod(make_engine(), {"name": "x", "image": "x", "ports": [{"containerPort": 8010}]}), Reason.NAME_TAKEN),
         (make_pod(make_engine(volumeMounts=[{"name": "x", "mountPath": "/run/context-cache/"}])), Reason.NAME_TAKEN),
         (make_pod(make_engine(env=[{"name": "PYTHONPATH", "valueFrom": {}}])), Reason.NAME_TAKEN),
         (make_pod(make_engine(image="vllm/vllm-openai:v0.28.1")), Reason.VLLM_VERSION),
@@ -171,7 +203,7 @@ RUST = "VLLM_USE_RUST_FRONTEND"
     ],
 )
 def test_an_engine_with_the_rust_front_end_is_left_alone(changes):
-    """Seen failing: the pod was injected, and vLLM refused `--middleware` at its start."""
+    """Seen failing: the pod was injected, and its chats would get prompts that nobody stored."""
     assert reason_of(make_pod(make_engine(**changes))) is Reason.RUST_FRONTEND
 
 
@@ -244,10 +276,13 @@ def test_where_the_engine_has_no_shared_memory_it_gets_none():
     assert not any(volume.get("emptyDir", {}).get("medium") for volume in after["spec"]["volumes"])
 
 
-def test_the_sidecar_is_the_engines_user_where_that_is_known():
-    context = sidecar_of(injected(PODS["own-shared-memory-and-user"]))["securityContext"]
+def test_our_containers_are_the_engines_user_where_that_is_known():
+    """The turn process and vLLM open sockets that are files of the sidecar."""
+    contexts = [one["securityContext"] for one in ours_of(injected(PODS["own-shared-memory-and-user"]))]
 
-    assert (context["runAsUser"], context["runAsGroup"], context["runAsNonRoot"]) == (2000, 3000, True)
+    assert [(found["runAsUser"], found["runAsGroup"], found["runAsNonRoot"]) for found in contexts] == [
+        (2000, 3000, True)
+    ] * 3
 
 
 def test_beside_an_engine_that_is_root_the_sidecar_is_not_and_their_files_share_a_group():
@@ -278,17 +313,13 @@ def test_secrets_can_be_read_in_a_pod_without_a_group_of_its_own():
 
 
 def test_the_authors_env_stays_and_their_python_path_follows_ours():
-    after = injected(
-        make_pod(
-            make_engine(
-                env=[{"name": "PYTHONPATH", "value": "/theirs"}, {"name": "TURN_SIDECAR", "value": "unix:///x"}]
-            )
-        )
-    )
+    """A template may have our variable, copied from a pod that an older release has injected."""
+    theirs = [{"name": "PYTHONPATH", "value": "/theirs"}, {"name": "HF_HOME", "value": "/m"}]
+    after = injected(make_pod(make_engine(env=[*theirs, {"name": ARGUMENTS_ENV, "value": "{}"}])))
 
     assert engine_of(after)["env"] == [
         {"name": "PYTHONPATH", "value": "/payload/start:/theirs"},
-        {"name": "TURN_SIDECAR", "value": "unix:///x"},
+        {"name": "HF_HOME", "value": "/m"},
         {"name": ARGUMENTS_ENV, "value": json.dumps({"arguments": ARGUMENTS, "port": 8000, "https": False})},
     ]
 
@@ -347,10 +378,9 @@ def test_the_token_of_the_pod_s_account_stays_out_of_our_containers():
     """Admission mounts it where nothing is mounted. The engine's own is not touched."""
     after = injected(make_pod())
     path = "/var/run/secrets/kubernetes.io/serviceaccount"
-    ours = [one for one in after["spec"]["initContainers"] if one["name"] in {"kv-sidecar", "context-cache-payload"}]
-    mounted = [mount for one in ours for mount in one["volumeMounts"] if mount["mountPath"] == path]
+    mounted = [mount for one in ours_of(after) for mount in one["volumeMounts"] if mount["mountPath"] == path]
     [volume] = [one for one in after["spec"]["volumes"] if one["name"] == "context-cache-no-token"]
 
-    assert [(mount["name"], mount["readOnly"]) for mount in mounted] == [("context-cache-no-token", True)] * 2
+    assert [(mount["name"], mount["readOnly"]) for mount in mounted] == [("context-cache-no-token", True)] * 3
     assert volume == {"name": "context-cache-no-token", "emptyDir": {}}
     assert path not in str(engine_of(after))

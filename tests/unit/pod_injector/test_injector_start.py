@@ -16,9 +16,7 @@ from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.sidecar import Sidecar
 from pod_injector.payload import copy_payload
 from pod_injector.payload_start.context_cache_start import ARGUMENTS_ENV, REPORT_NAME
-from tests.unit.pod_injector.pods import ARGUMENTS
 
-ADDED = list(ARGUMENTS)
 TLS = ["--ssl-certfile", "/c", "--ssl-keyfile", "/k"]
 SHOW = "import json, sys\nprint(json.dumps(sys.argv[1:]))\n"
 SPAWNING = """
@@ -56,18 +54,19 @@ class Container:
         self.env = {
             "PATH": f"{self.bin}:{Path(sys.executable).parent}:/usr/bin:/bin",
             "PYTHONPATH": f"{folder}/payload/start:{self.site}",
-            "TURN_SIDECAR": f"unix://{folder}/sidecar.sock",
         }
-        self.release()
+        transfer = {"kv_connector": "Ours", "kv_connector_extra_config": {"sidecar": f"unix://{folder}/sidecar.sock"}}
+        self.added = ["--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
+        self.release(arguments=self.added)
 
     def install(self, name, program):
         """Put a console script on PATH."""
         (self.bin / name).write_text(f"#!{sys.executable}\n{program}")
         (self.bin / name).chmod(0o755)
 
-    def release(self, *, arguments=ARGUMENTS, port=8000, https=False):
+    def release(self, *, arguments, https=False):
         """Set the env variable as the injector does."""
-        self.env[ARGUMENTS_ENV] = json.dumps({"arguments": arguments, "port": port, "https": https})
+        self.env[ARGUMENTS_ENV] = json.dumps({"arguments": arguments, "port": 8000, "https": https})
 
     def start(self, *command, **env):
         """Run a command; return what the stub was given, and the lines about the start."""
@@ -116,7 +115,7 @@ def test_vllm_gets_the_arguments_however_it_is_started(container, command, given
 
     found, _ = container.start(*words, MODEL="my model", DTYPE="half")
 
-    assert found == [*given, *ADDED]
+    assert found == [*given, *container.added]
     assert container.report == "added"
 
 
@@ -134,7 +133,7 @@ def test_other_programs_keep_their_arguments(container, command):
     container.install("other", SHOW)
     found, _ = container.start(*command)
 
-    assert not set(found) & set(ADDED)
+    assert not set(found) & set(container.added)
     assert container.report is None
 
 
@@ -143,7 +142,7 @@ def test_children_of_vllm_get_no_arguments_of_their_own(container):
     found, _ = container.start("vllm", "serve", "m")
 
     # A spawned child inherits sys.argv, and parses nothing.
-    assert found == [["serve", "m", *ADDED], ["serve", "m", *ADDED], []]
+    assert found == [["serve", "m", *container.added], ["serve", "m", *container.added], []]
 
 
 def test_arguments_that_a_wrapper_hands_on_are_not_added_twice(container):
@@ -152,11 +151,11 @@ def test_arguments_that_a_wrapper_hands_on_are_not_added_twice(container):
     (container.bin / "inner").mkdir()
     (container.bin / "real-vllm").rename(container.bin / "inner" / "vllm")
 
-    assert container.start("vllm", "serve", "m")[0] == ["serve", "m", *ADDED]
+    assert container.start("vllm", "serve", "m")[0] == ["serve", "m", *container.added]
 
 
 def test_arguments_come_before_a_bare_double_dash(container):
-    assert container.start("vllm", "serve", "m", "--", "x")[0] == ["serve", "m", *ADDED, "--", "x"]
+    assert container.start("vllm", "serve", "m", "--", "x")[0] == ["serve", "m", *container.added, "--", "x"]
 
 
 def test_other_middleware_stays(container):
@@ -204,11 +203,11 @@ def test_a_command_line_wins_over_the_file_as_in_vllm(container):
 
     found, _ = container.start("vllm", "serve", "m", "--config", "p.yaml", "--port", "8000")
 
-    assert found[-len(ADDED) :] == ADDED
+    assert found[-len(container.added) :] == container.added
 
 
 @pytest.mark.parametrize(("value", "outcome"), [("1", "rust-frontend"), ("yes", "rust-frontend"), ("0", "added")])
-def test_the_rust_front_end_gets_no_middleware(container, value, outcome):
+def test_the_rust_front_end_gets_no_connector(container, value, outcome):
     container.start("sh", "-c", f"export VLLM_USE_RUST_FRONTEND={value}; exec vllm serve m")
 
     assert container.report == outcome
@@ -216,7 +215,7 @@ def test_the_rust_front_end_gets_no_middleware(container, value, outcome):
 
 def test_with_mutual_tls_another_connector_still_gets_the_certificate_that_probes_expect(container):
     """Without it an HTTPS probe of the patched pod would fail for ever, and the kubelet would kill vLLM."""
-    container.release(arguments=[*ADDED, *TLS], https=True)
+    container.release(arguments=[*container.added, *TLS], https=True)
     found, _ = container.start("vllm", "serve", "m", "--kv-transfer-config", "{}")
 
     assert found == ["serve", "m", "--kv-transfer-config", "{}", *TLS]
@@ -237,16 +236,18 @@ def test_a_fault_of_ours_starts_vllm_unchanged(container):
 
 
 def test_without_a_place_for_the_report_the_arguments_are_added_all_the_same(container):
-    found, said = container.start("vllm", "serve", "m", TURN_SIDECAR="unix:///nowhere/sidecar.sock")
+    added = [word.replace(str(container.folder), "/nowhere") for word in container.added]
+    container.release(arguments=added)
+    found, said = container.start("vllm", "serve", "m")
 
-    assert found == ["serve", "m", *ADDED]
+    assert found == ["serve", "m", *added]
     assert "was not written" in said
 
 
 def test_a_sitecustomize_of_the_image_sees_the_arguments(container):
     (container.site / "sitecustomize.py").write_text("import sys\nsys.argv.append('seen')\n")
 
-    assert container.start("vllm", "serve", "m")[0] == ["serve", "m", *ADDED, "seen"]
+    assert container.start("vllm", "serve", "m")[0] == ["serve", "m", *container.added, "seen"]
 
 
 def test_the_sidecar_shows_the_outcome_of_the_last_start(container):
