@@ -379,6 +379,8 @@ class Manifest:
     """Checksum of each file, rank by rank, in the order of `files`; empty: unknown."""
     tail_ref: CacheRef = ""
     """Owner of its tails; empty: itself. A fork has the tails of its source."""
+    interrupted: bool = False
+    """Whether its turn ended without a commit: it expires soon, and is evicted before any context."""
 
 
 @dataclass(frozen=True, slots=True)

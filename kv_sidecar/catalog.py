@@ -41,7 +41,7 @@ from kv_sidecar.limits import Limits
 from kv_sidecar.refs import PENDING, Phase, Ref, Refs
 from kv_sidecar.retention import Leases, LeaseTerms, Removed, Retention, keys_of
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.saves import FailedSave, MoreTokens, NewSave, PreparedSave, Save
+from kv_sidecar.saves import ENGINE_GONE, FailedSave, MoreTokens, NewSave, PreparedSave, Save
 from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
 from kv_sidecar.sealed.prefixes import Found, PrefixQuestion
 from kv_sidecar.tiers.memory import LentSlot, Place
@@ -152,7 +152,7 @@ class ContextCatalog:
                 save.grow(more, files)
                 if save.new.is_kept and save.is_whole:
                     self.retention.refuse_repetition(save.manifest())
-                await self.retention.make_share(save.new.tenant, 1, for_kept=save.new.is_kept)
+                await self.retention.make_share(save.new.tenant, 1, for_kept=save.new.is_expendable)
                 return self._intake.announce(ref, save, more)
         finally:
             save.num_announcing -= 1
@@ -163,7 +163,8 @@ class ContextCatalog:
         Waits at most `timeout_s` for the first one. Raises InvalidRequest, SaveIncomplete, ContextDeleted.
         """
         first, _ = places[0]
-        self._intake.save_with(first.cache_ref, first.rank, [place.block_index for place, _ in places])
+        save = self._intake.save_with(first.cache_ref, first.rank, [place.block_index for place, _ in places])
+        save.borrowers.add(borrower)
         lent: list[LentSlot] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -197,7 +198,7 @@ class ContextCatalog:
             raise
 
         size_bytes = sum([slot.size_bytes for slot in slots])
-        room = self.retention.make_room(save.new.tenant, size_bytes, for_kept=save.new.is_kept)
+        room = self.retention.make_room(save.new.tenant, size_bytes, for_kept=save.new.is_expendable)
         storing = self.tiers.take_slots(list(zip(slots, expected, strict=True)), room)
         return await self._finish(self._take(ref, save, expected, storing))
 
@@ -209,7 +210,7 @@ class ContextCatalog:
         `vouched`: the checksum in the sender's manifest; empty: it has none.
         """
         ref, save, expected = self._intake.expected(cache_ref, rank, [block_index])
-        room = self.retention.make_room(save.new.tenant, len(data), for_kept=save.new.is_kept)
+        room = self.retention.make_room(save.new.tenant, len(data), for_kept=save.new.is_expendable)
         storing = self.tiers.take_bytes(data, expected[0], room, vouched=vouched)
         return await self._finish(self._take(ref, save, expected, storing))
 
@@ -244,9 +245,10 @@ class ContextCatalog:
         crash_point(AFTER_SEAL)
         return True
 
-    async def _publish(self, ref: Ref, save: Save) -> None:
+    async def _publish(self, ref: Ref, save: Save, *, is_rest: bool = False) -> None:
+        plan = self._intake.publish_rest if is_rest else self._intake.publish
         try:
-            record = await self.manifests.publish(lambda: self._intake.publish(ref, save))
+            record = await self.manifests.publish(lambda: plan(ref, save))
         except Exception as exc:
             if ref.phase is Phase.PUBLISHING:
                 code = _code_of(exc)
@@ -255,16 +257,48 @@ class ContextCatalog:
             raise
         if record is None:
             return
-        self._intake.let_go(save)
+        await self.tiers.free(self._intake.let_go(save))
         if ref.phase is not Phase.SEALED:
             raise ContextDeleted("the save was dropped")
         self._runtime.metrics.seals.inc()
         log.info("context sealed", extra={"cache_ref": record.cache_ref, "num_tokens": record.num_tokens})
         # KV from the store is there already, and a peer writes its own kept KV.
-        if not ref.source or (ref.source == "peer" and not record.is_kept):
+        if not record.interrupted and (not ref.source or (ref.source == "peer" and not record.is_kept)):
             self.manifests.on_change("sealed", record)
         if record.is_kept:
             await self.retention.replace(save.manifest())
+
+    async def seal_rest(self, borrower: str) -> None:
+        """Seal the saves that a process of the engine has left behind, as far as all ranks' files have come.
+
+        A save without such files ends. Raises nothing.
+        """
+        is_last = not self.tiers.memory.borrowers
+        for ref, save in self.refs.saves():
+            if ref.phase is not Phase.OPEN or save.new.source or not (is_last or borrower in save.borrowers):
+                continue
+            try:
+                for key in [key for keys in save.keys.values() for key in keys]:
+                    await self._blocks.settled(key)  # a file that was handed over may be on its way to the disk
+                await self._publish(ref, save, is_rest=True)
+            except (ContextCacheError, OSError):
+                await self.tiers.free(self._intake.end(ref, save, ENGINE_GONE, is_final=False))
+
+    async def interrupt(self, tenant: TenantId, cache_ref: CacheRef) -> None:
+        """Keep the KV of a turn that ended without a commit for a while, saved by now or later. Idempotent.
+
+        KV of the end of its prompt has the same life. Raises InvalidRequest.
+        """
+        check_tenant(tenant)
+        check_cache_refs([cache_ref])
+        refs = (cache_ref, prompt_ref(cache_ref))
+        until_ms = self._intake.interrupt(tenant, refs)
+
+        def sealed() -> Iterable[ManifestRecord]:
+            found = (self.manifests.live(tenant, ref) for ref in refs)
+            return [it for it in found if it is not None]
+
+        await self._finish(self.manifests.move_expiry(sealed, until_ms, interrupts=True))
 
     async def abandon_save(self, cache_ref: CacheRef) -> None:
         """End a save whose pull has failed, and free its blocks. Harmless when there is none."""
@@ -457,6 +491,7 @@ class ContextCatalog:
                 session_id=terms.session_id,
                 expires_at_ms=terms.expires_at_ms,
                 tail_ref=manifest.tail_ref or manifest.cache_ref,
+                interrupted=False,
             )
 
         try:

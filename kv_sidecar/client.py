@@ -139,6 +139,10 @@ class KVSidecarClient:
         answer = await self._call(self._stub().DeleteContext, request)
         return answer.freed_bytes
 
+    async def interrupt_save(self, tenant: TenantId, cache_ref: CacheRef) -> None:
+        """Have KV of a turn that ended without a commit, saved by now or later, stay for ten minutes."""
+        await self._call(self._stub().InterruptSave, pb.InterruptSaveRequest(tenant=tenant, cache_ref=cache_ref))
+
     async def pull_context(self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, peer: str) -> str:
         """Have this sidecar fetch KV from a peer in the background; return `started`, `present` or `refused`."""
         request = pb.PullContextRequest(tenant=tenant, cache_refs=cache_refs, peer=peer)

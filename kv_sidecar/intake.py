@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from contextcache.errors import (
     ContextCacheError,
@@ -26,6 +27,7 @@ from kv_sidecar.refs import Phase, Ref, Refs
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.saves import (
     HOLD_DEADLINE,
+    INTERRUPTED,
     PULL_FAILED,
     SAVE_DEADLINE,
     FailedSave,
@@ -72,7 +74,10 @@ class Intake:
                 raise ContextDeleted("another rank may have ended this save")
             if len(self._refs.saves()) >= self._limits.max_saves:
                 raise StorageFull("too many saves in flight")
-            self._refs.open(ref, Save(new, self._deadline_ms()))
+            save = Save(new, self._deadline_ms())
+            if ref.reason == INTERRUPTED and not new.source:
+                save.interrupt(self._interrupted_until_ms())
+            self._refs.open(ref, save)
         assert ref.save is not None, "opened above"
         ref.save.deadline_ms = self._deadline_ms()
         return ref, ref.save
@@ -168,13 +173,34 @@ class Intake:
             if ref.phase is Phase.SEALED:
                 return None
             raise ContextDeleted("the save was dropped")
-        blocks = [self._blocks.get(key) for rank in range(save.new.world_size) for key in save.keys[rank]]
+        num_files = len(save.files)
+        blocks = [self._blocks.get(key) for rank in range(save.new.world_size) for key in save.keys[rank][:num_files]]
         sizes = [block.stored_bytes or 0 for block in blocks]
         checksums = tuple([block.vouched for block in blocks])
         if not all(sizes) or not all(checksums):
             raise SaveIncomplete("a block of this save is missing")
         self._refs.publish(ref)
         return replace(save.manifest(), size_bytes=sum(sizes), block_checksums=checksums)
+
+    def publish_rest(self, ref: Ref, save: Save) -> Manifest | None:
+        """Return the manifest of the first files that all ranks have sent. Raises as `publish`."""
+        if ref.save is save and ref.phase is Phase.OPEN:
+            held = [save.keys.get(rank, []) for rank in range(save.new.world_size)]
+            here = takewhile(lambda keys: all(self._blocks.get(key).vouched for key in keys), zip(*held, strict=False))
+            save.cut(len(list(here)))
+            if not save.files:
+                raise SaveIncomplete("no file that a load can continue from has come")
+        return self.publish(ref, save)
+
+    def interrupt(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> int:
+        """Note that a turn has ended without a commit; return when its KV expires, Unix time in ms."""
+        until_ms = self._interrupted_until_ms()
+        for ref in (self._refs.get(tenant, cache_ref) for cache_ref in cache_refs):
+            if ref.save is not None:
+                ref.save.interrupt(until_ms)
+            elif ref.phase is Phase.ABSENT:
+                self._refs.end_save(ref, INTERRUPTED, started_at_ms=0)
+        return until_ms
 
     def let_go(self, save: Save) -> list[BlockKey]:
         """Give up the blocks that a save counted on; return those that nothing refers to now. Idempotent."""
@@ -250,7 +276,7 @@ class Intake:
     def move_expiry(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> None:
         """Give the saves of a session another expiry."""
         for _, save in self._refs.saves():
-            if (save.new.tenant, save.new.session_id) == (tenant, session_id):
+            if (save.new.tenant, save.new.session_id) == (tenant, session_id) and not save.new.interrupted:
                 save.new = replace(save.new, expires_at_ms=expires_at_ms)
 
     def spare(self, tenant: TenantId, session_id: SessionId, keys: Sequence[BlockKey]) -> None:
@@ -260,6 +286,9 @@ class Intake:
 
     def _owner(self, cache_ref: CacheRef) -> Ref:
         return self._refs.owner(cache_ref) or Ref("", cache_ref)
+
+    def _interrupted_until_ms(self) -> int:
+        return self._runtime.clock.now_ms() + self._limits.interrupted_ms
 
     def _deadline_ms(self) -> int:
         return self._runtime.clock.now_ms() + self._limits.save_deadline_ms

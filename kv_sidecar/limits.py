@@ -21,6 +21,8 @@ class Limits:
     """Deleted names remembered, and as many failed saves, each about 10 MB; the oldest are forgotten first."""
     spare_ms: int = 300_000
     """Blocks of an incomplete context stay for this long, for the save that follows its recompute."""
+    interrupted_ms: int = 600_000
+    """Life of KV whose turn ended without a commit. Clients retry within seconds, people within minutes."""
     max_leases: int = 1024
     """Loads that hold a lease; a further load holds its blocks until its stream ends."""
     lease_ms: int = 300_000

@@ -1,6 +1,7 @@
 """The story of the question before a load: which stored KV serves most of a prompt. Read `Resolver.answer` first.
 
-1. The refs that the turn names are opened in order. A ref that is being saved or pulled is waited for.
+1. The refs that the turn names are opened in order, after KV of interrupted turns of their session. A ref that is
+   being saved or pulled is waited for.
 2. Where they leave much of the prompt, the tenant's other KV is searched: here, at the peer that the gateway named, in
    the shared store. Pulls that this starts are waited for as long as they may pay.
 3. The answer is the manifest that serves the most tokens, or the reason for none.
@@ -51,6 +52,8 @@ _WAIT_MS_MIN = 20
 """Shortest wait for the KV of a prefix: estimates below are noise."""
 _LOOK_AGAIN_S = 0.5
 """Interval between two estimates of a pull that is under way."""
+_INTERRUPTED_MAX = 2
+"""Manifests of interrupted turns that one question reads: clients retry one after the other."""
 _MATCH_S = 1.0
 _MATCH_WITH_KV_S = 0.1
 """Longest search for other KV, without and with KV that the turn names."""
@@ -113,7 +116,7 @@ class Resolver:
         _check(question)
         best, began_at_ms = Resolution(question), self._clock.now_ms()
         checkpoints = {prompt_ref(ref): ref for ref in question.cache_refs}
-        for ref in question.cache_refs:
+        for ref in [*self._interrupted(question), *question.cache_refs]:
             if checkpoints.get(ref) in best.whole:
                 continue
             if await self._consider(best, ref, began_at_ms + question.pull_wait_ms, began_at_ms):
@@ -127,6 +130,13 @@ class Resolver:
                 by_ms = min(self._clock.now_ms() + _worth_ms(question, gained), ends_at_ms)
                 await self._consider(best, found.cache_ref, by_ms, began_at_ms)
         return best
+
+    def _interrupted(self, question: pb.ResolveRequest) -> list[CacheRef]:
+        """Return the latest KV of interrupted turns of the session: a retry has no other name for it."""
+        manifests = self._catalog.manifests
+        named = filter(None, (manifests.live(question.tenant, ref) for ref in question.cache_refs[:1]))
+        found = [it for one in named for it in manifests.of_session(one.tenant, one.session_id) if it.interrupted]
+        return [it.cache_ref for it in found[-_INTERRUPTED_MAX:]]
 
     async def manifest(self, tenant: TenantId, cache_ref: CacheRef, *, bring: bool = False) -> Manifest:
         """Return a sealed manifest as `ContextCatalog.open` does; the shared store learns of the use.

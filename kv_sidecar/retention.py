@@ -84,7 +84,7 @@ class Retention:
         await self._evict(
             tenant,
             lambda: blocks.shortage(size_bytes),
-            lambda record: not for_kept or (record.is_kept and not self._is_named(record)),
+            lambda record: not for_kept or (record.is_expendable and not self._is_named(record)),
         )
         if for_kept and not blocks.shortage(size_bytes).is_over:
             raise StorageFull("contexts use all the room on this disk")
@@ -99,7 +99,7 @@ class Retention:
             await self._evict(
                 tenant,
                 lambda: blocks.tenant_shortage(tenant, size_bytes),
-                lambda it: it.tenant == tenant and it.is_kept and not (for_kept and self._is_named(it)),
+                lambda it: it.tenant == tenant and it.is_expendable and not (for_kept and self._is_named(it)),
             )
 
     async def _evict(
@@ -112,7 +112,7 @@ class Retention:
                 if shortage().is_over:
                     return
                 candidates = filter(is_candidate, self.manifests)
-                order = sorted(candidates, key=lambda record: (not record.is_kept, self._is_named(record)))
+                order = sorted(candidates, key=lambda record: (not record.is_expendable, self._is_named(record)))
                 victims = self._victims(shortage(), order, tenant)
                 named = {record.cache_ref for record in victims if self._is_named(record)}
 

@@ -46,6 +46,13 @@ class NewSave:
     tail_ref: CacheRef = ""
     """Owner of its tails; empty: itself. A fork that a peer sends has the tails of its source."""
     source: Source = ""
+    interrupted: bool = False
+    """Whether its turn has ended without a commit."""
+
+    @property
+    def is_expendable(self) -> bool:
+        """Whether it makes room for no context: see ManifestRecord."""
+        return self.is_kept or self.interrupted
 
     @property
     def is_kept(self) -> bool:
@@ -74,9 +81,8 @@ class NewSave:
     def terms(self) -> NewSave:
         """Return the fields on which all ranks of a save must agree beside the tokens."""
         groups = tuple(replace(group, runs=()) for group in self.groups) if _grows(self.groups) else self.groups
-        return replace(
-            self, rank=0, token_ids=(), expires_at_ms=0, started_at_ms=0, groups=groups, early=False, source=""
-        )
+        own = replace(self, rank=0, token_ids=(), expires_at_ms=0, started_at_ms=0, interrupted=False)
+        return replace(own, groups=groups, early=False, source="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,8 @@ class Save:
     """Keys of the files that each rank has announced."""
     sealed: set[int] = field(default_factory=set)
     """Ranks that have sealed."""
+    borrowers: set[str] = field(default_factory=set)
+    """Processes of the engine that were lent slots for it."""
     num_announcing: int = 0
     """Announcements under way."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -197,7 +205,19 @@ class Save:
             world_size=new.world_size,
             expires_at_ms=new.expires_at_ms,
             tail_ref=new.tail_ref,
+            interrupted=new.interrupted,
         )
+
+    def interrupt(self, expires_at_ms: int) -> None:
+        """Note that its turn has ended without a commit: it expires then at the latest."""
+        self.new = replace(self.new, interrupted=True, expires_at_ms=min(self.new.expires_at_ms, expires_at_ms))
+
+    def cut(self, num_files: int) -> None:
+        """Have it end with its first files, or, where only all of them can be continued from, with none."""
+        if num_files < len(self.files):
+            num_files = num_files if _grows(self.new.groups) else 0
+            del self.files[num_files:]
+            del self.token_ids[self.files[-1].end_token if num_files else 0 :]
 
     def num_files(self, num_tokens: int) -> int:
         """Return the number of files of a rank that has announced so many tokens."""
@@ -212,6 +232,10 @@ def _grows(groups: Sequence[KVGroup]) -> bool:
 
 HOLD_DEADLINE = "hold_deadline"
 """The engine's blocks could not be held until all were copied; the blocks that came are whole."""
+ENGINE_GONE = "engine_gone"
+"""The engine's process has ended, and had sent nothing that a load can continue from."""
+INTERRUPTED = "interrupted"
+"""The turn has ended without a commit. Its save may still come."""
 SAVE_DEADLINE = "save_deadline"
 """No message of the save came for too long."""
 PULL_FAILED = "pull_failed"

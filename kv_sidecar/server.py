@@ -136,6 +136,11 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         return pb.AbandonSaveResponse()
 
     @override
+    async def InterruptSave(self, request: pb.InterruptSaveRequest, context: Context) -> pb.InterruptSaveResponse:
+        await self._catalog.interrupt(request.tenant, request.cache_ref)
+        return pb.InterruptSaveResponse()
+
+    @override
     async def WaitSealed(self, request: pb.WaitSealedRequest, context: Context) -> pb.WaitSealedResponse:
         timeout_ms = min(request.timeout_ms, MAX_WAIT_SEALED_MS)
         record = await self._catalog.wait_sealed(request.tenant, request.cache_ref, timeout_s=timeout_ms / 1000)

@@ -153,7 +153,7 @@ class Sidecar:
                 Path(f"{socket}{SUFFIX}"),
                 self.memory.region,
                 on_come=self.memory.borrowers.add,
-                on_gone=self.memory.end_borrower,
+                on_gone=self._end_borrower,
             )
             try:
                 await door.open()
@@ -174,7 +174,8 @@ class Sidecar:
         if self._questions is not None:
             await self._questions.close()
         if self.door is not None:
-            await self.door.close()
+            door, self.door = self.door, None
+            await door.close()
         await self.threads.close()
         await asyncio.to_thread(self.memory.close)
         self.directory.close()
@@ -199,7 +200,7 @@ class Sidecar:
         await self.threads.run(self.directory.remove_leftovers, before_ms)
         self.reports.forget_old()
         if self._orphans is not None:
-            orphans = await self._orphans.find([it for it in self.catalog.manifests if not it.is_kept])
+            orphans = await self._orphans.find([it for it in self.catalog.manifests if not it.is_expendable])
             removed += await self.catalog.drop(orphans)
         found = self.blocks.bytes_by_tenant()
         self.metrics.tenant_bytes.show(found, tenants_max=TENANTS_SHOWN_MAX)
@@ -269,6 +270,11 @@ class Sidecar:
         if self.shared is not None:
             left = await self.shared.flush(self.settings.handover_s)
             log.info("contexts written to the shared store", extra={"num_left": left})
+
+    def _end_borrower(self, borrower: str) -> None:
+        self.memory.end_borrower(borrower)
+        if self.door is not None:  # else the engine goes on, with the sidecar after this one
+            self.threads.begin(self.catalog.seal_rest(borrower))
 
     def _open_stores(self) -> None:
         self.directory.on_quarantined = self.metrics.quarantined.inc

@@ -686,6 +686,40 @@ class AbandonSaveResponse(google.protobuf.message.Message):
 Global___AbandonSaveResponse: typing_extensions.TypeAlias = AbandonSaveResponse
 
 @typing.final
+class InterruptSaveRequest(google.protobuf.message.Message):
+    """InterruptSaveRequest names KV that no commit will name."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    CACHE_REF_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner."""
+    cache_ref: builtins.str
+    """KV."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        cache_ref: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "tenant", b"tenant"]) -> None: ...
+
+Global___InterruptSaveRequest: typing_extensions.TypeAlias = InterruptSaveRequest
+
+@typing.final
+class InterruptSaveResponse(google.protobuf.message.Message):
+    """InterruptSaveResponse is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___InterruptSaveResponse: typing_extensions.TypeAlias = InterruptSaveResponse
+
+@typing.final
 class WaitSealedRequest(google.protobuf.message.Message):
     """WaitSealedRequest waits for a manifest."""
 

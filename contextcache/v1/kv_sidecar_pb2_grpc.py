@@ -75,6 +75,11 @@ class KVSidecarServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.AbandonSaveRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.AbandonSaveResponse.FromString,
                 _registered_method=True)
+        self.InterruptSave = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/InterruptSave',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.InterruptSaveRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.InterruptSaveResponse.FromString,
+                _registered_method=True)
         self.WaitSealed = channel.unary_unary(
                 '/contextcache.v1.KVSidecarService/WaitSealed',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.WaitSealedRequest.SerializeToString,
@@ -217,6 +222,14 @@ class KVSidecarServiceServicer(object):
     def AbandonSave(self, request, context):
         """AbandonSave tells that a rank saves nothing under a cache_ref, and why. A save that others have begun is dropped,
         whoever waits for it learns at once. Changes nothing for what is sealed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def InterruptSave(self, request, context):
+        """InterruptSave tells that a turn ended without a commit. Its KV, saved by now or later, stays for ten minutes, and is
+        evicted before any context. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -385,6 +398,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     servicer.AbandonSave,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.AbandonSaveRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.AbandonSaveResponse.SerializeToString,
+            ),
+            'InterruptSave': grpc.unary_unary_rpc_method_handler(
+                    servicer.InterruptSave,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.InterruptSaveRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.InterruptSaveResponse.SerializeToString,
             ),
             'WaitSealed': grpc.unary_unary_rpc_method_handler(
                     servicer.WaitSealed,
@@ -684,6 +702,33 @@ class KVSidecarService(object):
             '/contextcache.v1.KVSidecarService/AbandonSave',
             contextcache_dot_v1_dot_kv__sidecar__pb2.AbandonSaveRequest.SerializeToString,
             contextcache_dot_v1_dot_kv__sidecar__pb2.AbandonSaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InterruptSave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/InterruptSave',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.InterruptSaveRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.InterruptSaveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -151,6 +151,21 @@ _KVSidecarServiceAbandonSaveType = typing_extensions.TypeVar(
     ],
 )
 
+_KVSidecarServiceInterruptSaveType = typing_extensions.TypeVar(
+    '_KVSidecarServiceInterruptSaveType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.InterruptSaveRequest,
+        contextcache.v1.kv_sidecar_pb2.InterruptSaveResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.InterruptSaveRequest,
+        contextcache.v1.kv_sidecar_pb2.InterruptSaveResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.InterruptSaveRequest,
+        contextcache.v1.kv_sidecar_pb2.InterruptSaveResponse,
+    ],
+)
+
 _KVSidecarServiceWaitSealedType = typing_extensions.TypeVar(
     '_KVSidecarServiceWaitSealedType',
     bound=grpc.UnaryUnaryMultiCallable[
@@ -391,7 +406,7 @@ _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceExtendSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceResolveType, _KVSidecarServiceMatchPrefixType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceForkContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceListKeptType, _KVSidecarServiceStatsType]):
+class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceExtendSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceInterruptSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceResolveType, _KVSidecarServiceMatchPrefixType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceForkContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceListKeptType, _KVSidecarServiceStatsType]):
     """KVSidecarService stores, verifies, shares, expires and hands out KV blocks."""
 
     @typing.overload
@@ -427,6 +442,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.AbandonSaveRequest,
             contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.InterruptSaveRequest,
+            contextcache.v1.kv_sidecar_pb2.InterruptSaveResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
@@ -529,6 +548,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
             contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.InterruptSaveRequest,
+            contextcache.v1.kv_sidecar_pb2.InterruptSaveResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
             contextcache.v1.kv_sidecar_pb2.WaitSealedResponse,
         ],
@@ -625,6 +648,11 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
     AbandonSave: _KVSidecarServiceAbandonSaveType
     """AbandonSave tells that a rank saves nothing under a cache_ref, and why. A save that others have begun is dropped,
     whoever waits for it learns at once. Changes nothing for what is sealed.
+    """
+
+    InterruptSave: _KVSidecarServiceInterruptSaveType
+    """InterruptSave tells that a turn ended without a commit. Its KV, saved by now or later, stays for ten minutes, and is
+    evicted before any context. Idempotent.
     """
 
     WaitSealed: _KVSidecarServiceWaitSealedType
@@ -724,6 +752,10 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.AbandonSaveRequest,
         contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.InterruptSaveRequest,
+        contextcache.v1.kv_sidecar_pb2.InterruptSaveResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
@@ -865,6 +897,16 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse]]:
         """AbandonSave tells that a rank saves nothing under a cache_ref, and why. A save that others have begun is dropped,
         whoever waits for it learns at once. Changes nothing for what is sealed.
+        """
+
+    @abc.abstractmethod
+    def InterruptSave(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.InterruptSaveRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.InterruptSaveResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.InterruptSaveResponse]]:
+        """InterruptSave tells that a turn ended without a commit. Its KV, saved by now or later, stays for ten minutes, and is
+        evicted before any context. Idempotent.
         """
 
     @abc.abstractmethod

@@ -162,6 +162,10 @@ class LMCacheKV:
         """See KVStore. Return at once: LMCache does not say when a save is durable."""
         return SaveOutcome(is_sealed=False, reason=UNTOLD)
 
+    async def interrupt(self, tenant: TenantId, save: CacheRef) -> None:
+        """See KVStore. Delete it: LMCache would keep it until the context expires."""
+        await self.drop(tenant, save)
+
     async def drop(self, tenant: TenantId, save: CacheRef) -> None:
         """See KVStore."""
         await self.delete_context(tenant, cache_refs=(save,))

@@ -233,6 +233,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     metadata = _metadata(manifest)
     metadata["checksum"] = manifest_checksum(metadata, tensor)
     supplement = {"block_checksums": " ".join(manifest.block_checksums)} if manifest.block_checksums else {}
+    if manifest.interrupted:
+        supplement["interrupted"] = "true"
     if supplement:
         supplement["checksum"] = manifest_checksum(supplement, metadata["checksum"].encode())
     header = TensorHeader(TENSOR, "U32", (len(manifest.token_ids),), metadata, supplement)
@@ -259,7 +261,9 @@ def decode_manifest(file: bytes | memoryview) -> Manifest:
     refs = [manifest.cache_ref, *([manifest.tail_ref] if metadata["format"] == FORMAT_FORK else [])]
     if again != metadata or not all(map(CACHE_REF_PATTERN.fullmatch, refs)):
         raise CorruptBlock("the manifest's blocks do not match its tokens")
-    return replace(manifest, block_checksums=_block_checksums(dict(header.supplement), checksum, manifest))
+    supplement = dict(header.supplement)
+    checksums = _block_checksums(supplement, checksum, manifest)
+    return replace(manifest, block_checksums=checksums, interrupted=supplement.get("interrupted") == "true")
 
 
 def check_block_checksums(manifest: Manifest) -> None:

@@ -91,7 +91,7 @@ class Leaving:
         """Return the next contexts, each with the newest it has, that have not been tried and fit."""
         seen: set[tuple[TenantId, SessionId]] = set()
         chosen: list[ManifestRecord] = []
-        for record in reversed([it for it in self.catalog.manifests if not it.is_kept]):
+        for record in reversed([it for it in self.catalog.manifests if not it.is_expendable]):
             if len(chosen) == _AT_ONCE:
                 break
             session = (record.tenant, record.session_id)

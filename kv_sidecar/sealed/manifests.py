@@ -70,6 +70,13 @@ class ManifestRecord:
     size_bytes: int
     at: Beginning
     """Its place among the others."""
+    interrupted: bool = False
+    """Whether its turn ended without a commit."""
+
+    @property
+    def is_expendable(self) -> bool:
+        """Whether no context needs it: it is evicted before any, and no session names it."""
+        return self.is_kept or self.interrupted
 
     @property
     def is_kept(self) -> bool:
@@ -79,7 +86,7 @@ class ManifestRecord:
     @property
     def holder(self) -> Holder:
         """Kind of its references to blocks."""
-        return "kept" if self.is_kept else "manifest"
+        return "kept" if self.is_expendable else "manifest"
 
 
 def record_of(manifest: Manifest) -> ManifestRecord:
@@ -93,6 +100,7 @@ def record_of(manifest: Manifest) -> ManifestRecord:
         expires_at_ms=manifest.expires_at_ms,
         size_bytes=manifest.size_bytes,
         at=beginning_of(manifest),
+        interrupted=manifest.interrupted,
     )
 
 
@@ -385,17 +393,26 @@ class Manifests:
             self._remember(record, manifest)
             return record
 
-    async def move_expiry(self, choose: Callable[[], Iterable[ManifestRecord]], expires_at_ms: int) -> int:
+    async def move_expiry(
+        self, choose: Callable[[], Iterable[ManifestRecord]], expires_at_ms: int, *, interrupts: bool = False
+    ) -> int:
         """Give the unexpired manifests among the chosen ones a new expiry, in file and index; return how many.
 
-        Chooses once nothing else changes manifests.
+        Chooses once nothing else changes manifests. A manifest of an interrupted turn keeps its expiry.
+        `interrupts`: the turns of the chosen ones have ended without a commit, and no expiry becomes later.
         """
         num_moved = 0
         async with self.lock:
             for record in choose():
-                is_live = self.live(record.tenant, record.cache_ref) == record
-                if is_live and await self._threads.write(self._rewrite, record, expires_at_ms):
-                    moved = self._records[record.cache_ref] = replace(record, expires_at_ms=expires_at_ms)
+                if record.interrupted or self.live(record.tenant, record.cache_ref) != record:
+                    continue
+                until_ms = min(expires_at_ms, record.expires_at_ms) if interrupts else expires_at_ms
+                moved = replace(record, expires_at_ms=until_ms, interrupted=interrupts)
+                if await self._threads.write(self._rewrite, moved):
+                    if moved.holder != record.holder:
+                        self._blocks.hold(moved.keys, moved.holder)
+                        self._blocks.let_go(record.keys, record.holder)
+                    self._records[record.cache_ref] = moved
                     self.on_change("touched", moved)
                     num_moved += 1
         return num_moved
@@ -453,10 +470,10 @@ class Manifests:
     def _put(self, manifest: Manifest) -> None:
         self._directory.publish(encode_manifest(manifest), self._path(manifest.cache_ref))
 
-    def _rewrite(self, record: ManifestRecord, expires_at_ms: int) -> bool:
+    def _rewrite(self, record: ManifestRecord) -> bool:
         manifest = self._read(record.cache_ref, record.tenant)
         if manifest is not None:
-            self._put(replace(manifest, expires_at_ms=expires_at_ms))
+            self._put(replace(manifest, expires_at_ms=record.expires_at_ms, interrupted=record.interrupted))
         return manifest is not None
 
     def _delete(self, records: Sequence[ManifestRecord]) -> dict[CacheRef, OSError]:

@@ -42,10 +42,14 @@ class IoThreads:
 
     async def finish(self, steps: Coroutine[Any, Any, Result]) -> Result:
         """Run `steps` to their end even if the caller is cancelled: memory and disk then still say the same."""
+        return await asyncio.shield(self.begin(steps))
+
+    def begin(self, steps: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Run `steps` to their end; `close` waits for them."""
         task = asyncio.create_task(steps)
         self._tasks.add(task)
         task.add_done_callback(self._settle)
-        return await asyncio.shield(task)
+        return task
 
     async def close(self) -> None:
         """Wait for all steps, then end the threads."""

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,32 @@ def test_a_borrower_learns_of_the_sidecar_s_end_and_borrows_from_the_next_one(si
     with closing(EngineRank(sidecar.address)) as rank:
         assert rank.load(new) == {pb.TIER_DISK}
         assert rank.load(rank.save((*PROMPT, 11))) == {pb.TIER_HOST}
+
+
+def test_a_save_whose_process_has_ended_is_sealed_as_far_as_it_came(sidecar: SidecarProcess, rank: EngineRank) -> None:
+    new = new_save(PROMPT, now_ms=SystemClock().now_ms())
+    with closing(EngineRank(sidecar.address)) as other:
+        other.prepare(new)
+        other.client.save_blocks(other.requests(new, [0, 1]), 60)
+    sidecar.wait_sealed(new.cache_ref)
+
+    assert rank.load(replace(new, token_ids=PROMPT[:8])) == {pb.TIER_HOST}
+
+
+def test_a_sidecar_that_ends_leaves_the_save_to_the_next_one(sidecar: SidecarProcess) -> None:
+    """Seen failing with the end of the door taken for the engine's: the rest of the save was refused."""
+    with closing(EngineRank(sidecar.address)) as rank:
+        new = new_save(PROMPT, now_ms=SystemClock().now_ms())
+        rank.prepare(new)
+        rank.client.save_blocks(rank.requests(new, [0, 1]), 60)
+        assert sidecar._process is not None
+        sidecar._process.terminate()
+        sidecar._process.wait(60)
+        sidecar.start()
+    with closing(EngineRank(sidecar.address)) as rank:
+        rank.send(new)
+
+        assert rank.load(new)
 
 
 def test_who_lets_go_himself_is_not_told_that_the_sidecar_has_gone(sidecar: SidecarProcess, rank: EngineRank) -> None:

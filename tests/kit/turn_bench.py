@@ -62,6 +62,7 @@ class SidecarInProcess:
     report: Any = None
     fault: Exception | None = None
     deleted: list[tuple[str, ...]] = field(default_factory=list)
+    interrupted: list[str] = field(default_factory=list)
     touched: list[tuple[str, int]] = field(default_factory=list)
     read: list[tuple[str, ...]] = field(default_factory=list)
     """What was asked to be read ahead."""
@@ -86,6 +87,9 @@ class SidecarInProcess:
     async def delete_context(self, tenant, *, session_id="", cache_refs=()):
         self.deleted.append(cache_refs)
         return 0
+
+    async def interrupt_save(self, tenant, cache_ref):
+        self.interrupted.append(cache_ref)
 
     async def close(self):
         pass

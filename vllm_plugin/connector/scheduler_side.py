@@ -446,8 +446,8 @@ class SchedulerSide:
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> bool:
         """Plan the save of a finished request; True: its blocks must be kept until the worker lets go.
 
-        Called for every end, aborts included: a stop string ends as an abort. A request counts if its whole prompt
-        was computed. The last token never has KV.
+        Called for every end, aborts included: a stop string ends as an abort. A prompt of which only a part was
+        computed is saved as far: a retry finds it. The last token never has KV.
         """
         load = self._requests.pop(request.request_id, None)
         self.idle.ready.discard(request.request_id)
@@ -520,7 +520,9 @@ class SchedulerSide:
             num_tokens = min(num_tokens, load.transfer.save_again_tokens)
         if load.transfer.is_kept and num_tokens < self._settings.match_tokens_min:
             return None  # nothing would ever be loaded from it
-        if obstacle := _obstacle(load, facts, num_tokens, block_ids):
+        # Less of a prompt is never found. Lost KV comes back whole, because its name stands for all of it.
+        least = request.num_prompt_tokens if again else min(request.num_prompt_tokens, self._settings.match_tokens_min)
+        if obstacle := _obstacle(load, facts, num_tokens, block_ids, least=least):
             self.counters.add("skipped_saves", obstacle)
             self._abandon(request, load.transfer, obstacle)
             return None
@@ -564,12 +566,15 @@ def _size_bytes(manifest: Manifest, num_tokens: int) -> int:
     return manifest.size_bytes * num_tokens // max(len(manifest.token_ids), 1)
 
 
-def _obstacle(load: Load, facts: RankFacts, num_tokens: int, block_ids: Sequence[Sequence[int]]) -> str:
-    """Return why a finished request cannot be saved, as a short fixed phrase; empty: it can."""
+def _obstacle(load: Load, facts: RankFacts, num_tokens: int, block_ids: Sequence[Sequence[int]], *, least: int) -> str:
+    """Return why a finished request cannot be saved, as a short fixed phrase; empty: it can.
+
+    `least`: tokens that it must have computed.
+    """
     request = load.request
     if load.of_old_weights:
         return _WEIGHTS_CHANGED
-    if load.phase is LoadPhase.LOADING or num_tokens < 1 or request.num_computed_tokens < request.num_prompt_tokens:
+    if load.phase is LoadPhase.LOADING or num_tokens < 1 or request.num_computed_tokens < least:
         return "not_computed"
     if len(block_ids) != len(facts.groups):
         return "blocks_gone"

@@ -58,6 +58,10 @@ class KVStore(Protocol):
         """
         ...
 
+    async def interrupt(self, tenant: TenantId, save: CacheRef) -> None:
+        """Keep KV that a turn saved, or is about to save, for a retry: the turn ended early. A store may delete it."""
+        ...
+
     async def drop(self, tenant: TenantId, save: CacheRef) -> None:
         """Delete KV that a turn saved, or is about to save, without a commit."""
         ...

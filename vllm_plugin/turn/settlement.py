@@ -1,7 +1,7 @@
 """The end of a turn for its session: commit, receipt, and deletes afterwards.
 
 Rules: a refused commit is told in the answer, which is delivered in full all the same; the session stays at its
-generation. KV of a turn is dropped once it is certain that its commit is not durable.
+generation. KV of a turn is dropped once its commit was refused. KV of a turn that ended early stays for a retry.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.prompt.composition import answer_segment
 from vllm_plugin.turn.settings import TurnSettings
-from vllm_plugin.turn.turn import MAY_BE_DURABLE, Phase, Turn
+from vllm_plugin.turn.turn import Phase, Turn
 from vllm_plugin.turn.waiting import Background
 
 if TYPE_CHECKING:
@@ -225,18 +225,18 @@ class Settlement:
     async def abort(self, turn: Turn) -> None:
         """Release the lease of a turn that ended early, before the client hears of it and tries again.
 
-        A create's reservation goes with it. Bounded by one call's deadline; goes on when the caller is cancelled.
-        Does nothing for a turn that is settled or holds no lease.
+        A create's reservation goes with it. The KV so far stays for a retry, for a while. Bounded by one call's
+        deadline; goes on when the caller is cancelled. Does nothing for a turn that is settled or holds no lease.
         """
         if turn.has_ended:
             return
-        may_be_durable = turn.phase in MAY_BE_DURABLE
+        leaves_kv = turn.phase in (Phase.GENERATING, Phase.SETTLING)
         turn.advance("aborted")
         if turn.save_ref is None:
             return
         self.metrics.aborts.labels(reason="turn").inc()
-        if not may_be_durable:
-            self.background.start(self.kv.drop(turn.session.tenant, turn.save_ref))
+        if leaves_kv:
+            self.background.start(self.kv.interrupt(turn.session.tenant, turn.save_ref))
         crash_point(BEFORE_ABORT)
         await self.background.finish(self._give_back(turn))
 

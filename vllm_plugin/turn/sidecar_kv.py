@@ -94,6 +94,10 @@ class SidecarKV:
             calls.append(self._client.touch_context(tenant, before.session_id, after.expires_at_ms))
         await asyncio.gather(*calls)
 
+    async def interrupt(self, tenant: TenantId, save: CacheRef) -> None:
+        """See ports.KVStore."""
+        await self._client.interrupt_save(tenant, save)
+
     async def drop(self, tenant: TenantId, save: CacheRef) -> None:
         """See ports.KVStore."""
         await self._client.delete_context(tenant, cache_refs=(save,))

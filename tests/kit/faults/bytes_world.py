@@ -138,7 +138,9 @@ class Pod:
             "SIDECAR_MANAGER": manager,
             "SIDECAR_ORPHAN_AFTER_S": str(ORPHAN_AFTER_S),
             "SIDECAR_COLLECT_INTERVAL_S": "0.3",
-            "SIDECAR_BOUNDS": json.dumps({"save_deadline_ms": SAVE_DEADLINE_S * 1000, "spare_ms": 0, "leftover_s": 1}),
+            "SIDECAR_BOUNDS": json.dumps(
+                {"save_deadline_ms": SAVE_DEADLINE_S * 1000, "spare_ms": 0, "leftover_s": 1, "interrupted_ms": 1}
+            ),
             "SIDECAR_METRICS_PORT": str(self._metrics_port),
             "SIDECAR_LOG_LEVEL": "WARNING",
         }
@@ -509,7 +511,9 @@ class Player:
             if fate == "commit":
                 await self._commit(pod, session, new, lease_id, keep_segments)
             elif fate == "abort":
-                await self._drop(pod, ref)
+                self._ledger.remove(pod.name, ref)
+                with suppress(ContextCacheError):
+                    await pod.client.interrupt_save(TENANT, ref)
                 await self._manager.abort_turn(TENANT, session.session_id, lease_id=lease_id)
         finally:
             await asyncio.wait([saving])

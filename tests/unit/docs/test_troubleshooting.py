@@ -67,6 +67,7 @@ def explained() -> set[str]:
 def test_every_reason_of_the_code_is_explained_and_no_other() -> None:
     """Seen failing with a row taken out, and with a word that no code says."""
     said = set(said_by_the_plugin()) | {"read_only", "ranks_unknown"} | {saves.PULL_FAILED, saves.SAVE_DEADLINE}
+    said.add(saves.ENGINE_GONE)
     said |= {resolve.NOTHING_LIKE_IT, resolve.NOTHING_IN_COMMON, resolve.WORLD_SIZE_DIFFERS}
 
     assert {

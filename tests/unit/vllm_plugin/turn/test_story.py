@@ -182,6 +182,7 @@ async def test_a_refused_commit_is_told_in_a_complete_answer_and_its_kv_is_dropp
     assert answer.headers["x-context-generation"] == "1"
     assert (session.generation, len(segments)) == (1, 2)
     assert pod.sidecar.deleted == ([] if isinstance(error, StoreUnavailable) else [(order(pod).save,)])
+    assert pod.sidecar.interrupted == []
 
 
 async def test_a_commit_whose_answer_was_lost_is_asked_again_and_counts_once(pod):
@@ -372,11 +373,15 @@ async def test_a_failed_turn_is_over_before_the_client_is_told(pod, monkeypatch,
     pod.on_end = lambda: seen_at_end.append(list(released))
     for fault, value in faults.items():
         setattr(pod.engine, fault, value)
+    num_asked = len(pod.engine.generations())
     answer = await (pod.create(session_id=session_id, **body) if is_create else pod.ask(session_id, **body))
 
     assert answer.status == status
     assert seen_at_end == [[session_id]]
     assert released == [session_id]
+    assert pod.sidecar.deleted == []
+    asked = pod.engine.generations()[num_asked:]
+    assert pod.sidecar.interrupted == [order(pod).save for _ in asked]
 
 
 @pytest.mark.parametrize("num_steps", range(6))
@@ -395,6 +400,7 @@ async def test_a_turn_cancelled_twice_still_frees_its_lease(pod, num_steps):
     pod.engine.pause.set()
 
     assert turn.cancelled()
+    assert (pod.sidecar.interrupted, pod.sidecar.deleted) == ([order(pod).save], [])
     assert (await pod.ask(session_id, prompt=" y")).status == 200
 
 

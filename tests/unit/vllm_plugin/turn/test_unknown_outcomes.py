@@ -142,7 +142,7 @@ async def test_the_kv_of_a_turn_that_is_cut_off_while_its_commit_is_under_way_st
     await asyncio.gather(asking, return_exceptions=True)
     await pod.story.background.drain()
 
-    assert pod.sidecar.deleted == []
+    assert (pod.sidecar.deleted, pod.sidecar.interrupted) == ([], [])
 
 
 @pytest.mark.parametrize(
