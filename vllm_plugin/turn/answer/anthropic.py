@@ -34,8 +34,9 @@ from vllm_plugin.turn.turn import Client, Turn
 _BILLING = "x-anthropic-billing-header"
 """Beginning of a system block of Claude Code's. Its hash differs in each request, and would change every prompt."""
 _THINKING_TOKENS_MIN = 1024
-_PASSED = ("watermarking", "vllm_xargs", "chat_template_kwargs")
-"""Fields of vLLM's own, which its chat checks."""
+_PASSED = ("model", "temperature", "top_p", "top_k", "watermarking", "vllm_xargs", "chat_template_kwargs")
+"""Fields that the chat has too, and checks."""
+_TOOL_FIELDS = ("description", "strict", "defer_loading")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _FAULT_CHARS_MAX = 200
 _HELD = "a context can store only text, thinking, tool_use and tool_result blocks"
@@ -122,9 +123,6 @@ class _Request(msgspec.Struct):
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]
     system: str | list[_Text] | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     stream: bool | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
@@ -143,7 +141,7 @@ class Template:
 
     @classmethod
     async def of(cls, engine: Engine) -> Template:
-        """Ask the engine. Raises EngineFailed, NoReadyEndpoint."""
+        """Render short conversations on the engine. Raises EngineFailed, NoReadyEndpoint."""
         asked, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
         silent = await _rendered(engine, [asked], enable_thinking=False, reasoning_effort="none")
         thinking = [
@@ -164,7 +162,7 @@ async def _rendered(engine: Engine, messages: list[_Json], **arguments: Any) -> 
 
 
 class Anthropic(Dialect):
-    """Anthropic's dialect in front of one engine, whose template is asked before the first turn."""
+    """Anthropic's dialect in front of one engine. The first turn asks for the engine's template."""
 
     def __init__(self) -> None:
         """Know nothing of the engine's template yet."""
@@ -195,14 +193,10 @@ def chat_of(body: _Json, template: Template) -> _Json:
     except ValueError as exc:
         raise _refusal(str(exc)) from exc
     chat = {
-        "model": body.get("model"),
         "messages": list(_messages(asked, merges_system=template.merges_system)),
         "max_tokens": asked.max_tokens,
         "max_completion_tokens": asked.max_tokens,
         "stop": asked.stop_sequences,
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k,
         **{key: body.get(key) for key in _PASSED},
         **_output(asked.output_config or _OutputConfig()),
         **_thinking(asked, template.no_thinking),
@@ -298,9 +292,7 @@ def _thinking(asked: _Request, no_thinking: str) -> _Json:
 
 
 def _tools(tools: list[_Tool] | None, choice: _ToolChoice | None) -> _Json:
-    told: _Json = {}
-    if tools:
-        told = {"tools": [_function(tool) for tool in tools], "tool_choice": "auto"}
+    told: _Json = {"tools": [_function(tool) for tool in tools]} if tools else {}
     if choice is not None:
         if choice.type == "tool" and not choice.name:
             raise InvalidRequest("`tool_choice.name`: is required", param="tool_choice.name")
@@ -312,8 +304,7 @@ def _tools(tools: list[_Tool] | None, choice: _ToolChoice | None) -> _Json:
 
 def _function(tool: _Tool) -> _Json:
     schema = tool.input_schema if "type" in tool.input_schema else {**tool.input_schema, "type": "object"}
-    said = {"description": tool.description, "strict": tool.strict, "defer_loading": tool.defer_loading}
-    others = {key: value for key, value in said.items() if value is not None}
+    others = {key: value for key in _TOOL_FIELDS if (value := getattr(tool, key)) is not None}
     return {"type": "function", "function": {"name": tool.name, "parameters": schema, **others}}
 
 
@@ -354,8 +345,8 @@ class _MessageStream(SseAnswer):
     def __init__(self, request: TurnRequest) -> None:
         super().__init__(request)
         self._has_begun = False
-        self._open: _Json | None = None
-        """The block that is being told."""
+        self._open: _Json = {}
+        """The block that is being told; empty: none."""
         self._num_stopped = 0
         """Blocks before it."""
         self._call_index = 0
@@ -408,15 +399,12 @@ class _MessageStream(SseAnswer):
                 yield from self._in_block({"type": "thinking", "thinking": "", "signature": ""})
                 yield self._delta("thinking_delta", thinking=thought)
             if text := delta.get("content"):
-                if self._kind() == "tool_use":
+                if self._open.get("type") == "tool_use":
                     self._after_call += text
                 else:
                     yield from self._text(text)
             for call in delta.get("tool_calls") or ():
                 yield from self._call(call)
-
-    def _kind(self) -> str | None:
-        return None if self._open is None else self._open["type"]
 
     def _in_block(self, block: _Json) -> Iterator[_Json]:
         """Go on in a block, or begin it."""
@@ -428,13 +416,13 @@ class _MessageStream(SseAnswer):
 
     def _stopped(self) -> Iterator[_Json]:
         """End the block, if one is open."""
-        if self._open is None:
+        if not self._open:
             return
-        if self._kind() == "thinking":
+        if self._open["type"] == "thinking":
             yield self._delta("signature_delta", signature=secrets.token_hex(16))
         yield {"type": "content_block_stop", "index": self._num_stopped}
         self._num_stopped += 1
-        text, self._after_call, self._open = self._after_call, "", None
+        text, self._after_call, self._open = self._after_call, "", {}
         if text:
             yield from self._text(text)
             yield from self._stopped()
@@ -449,7 +437,7 @@ class _MessageStream(SseAnswer):
             yield from self._in_block({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
             self._call_index = index
         if arguments := function.get("arguments"):
-            if self._kind() != "tool_use" or index != self._call_index:
+            if self._open.get("type") != "tool_use" or index != self._call_index:
                 raise EngineFailed("the engine's events do not form a message")
             yield self._delta("input_json_delta", partial_json=arguments)
 
@@ -472,8 +460,8 @@ def _stop(result: AnswerResult) -> _Json:
         reason = "max_tokens"
     elif result.finish_reason in ("stop", "tool_calls"):
         calls = result.tool_calls
-        is_matched = isinstance(result.stop_reason, str)
-        if is_matched and not (calls and _is_json(calls[-1]["function"]["arguments"])):
+        is_whole = bool(calls) and _is_json(calls[-1]["function"]["arguments"])
+        if isinstance(result.stop_reason, str) and not is_whole:
             reason, matched = "stop_sequence", result.stop_reason
         else:
             reason = "tool_use" if calls or result.finish_reason == "tool_calls" else "end_turn"

@@ -323,7 +323,7 @@ class Dialect:
     """
 
     async def prepare(self, engine: Engine) -> None:
-        """Learn of the engine what `turn` needs. Raises EngineFailed, NoReadyEndpoint."""
+        """Ask the engine for facts that `turn` needs. Raises EngineFailed, NoReadyEndpoint."""
 
     def turn(self, client: Client, body: dict[str, Any], raw: bytes, named: SessionId | None) -> TurnRequest:  # noqa: ARG002  # the others read them
         """Check a request, `raw` as it came, of the context it was routed for. Raises InvalidRequest."""

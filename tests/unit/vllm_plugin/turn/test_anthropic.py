@@ -76,6 +76,17 @@ async def test_a_context_is_created_and_goes_on_with_new_messages_alone(pod):
     assert more.json["usage"]["context"]["committed"]
 
 
+async def test_the_usage_is_anthropics_whatever_format_is_asked_for(pod):
+    pod.engine.cached_tokens = 4
+    answer = await ask(pod, user("Hi"), headers=[(b"x-usage-format", b"context")])
+
+    assert answer.json["usage"]["cache_read_input_tokens"] == 4
+    assert (
+        answer.json["usage"]["input_tokens"]
+        == len(pod.engine.generations()[-1]["kv_transfer_params"]["prompt_token_ids"]) - 4
+    )
+
+
 async def test_the_whole_conversation_again_with_thoughts_and_cache_marks_is_an_extension(pod):
     await ask(pod, user("Hi"), system="Be brief")
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}

@@ -288,7 +288,14 @@ def events(stream: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("steps", [[step(tool_calls=[call("{", id="c1")]), step(reasoning="hm")], [step(content="Hi")]])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [step(tool_calls=[call("{", id="c1")]), step(reasoning="hm")],
+        [step(tool_calls=[call("{", id="c1"), call("{", index=1, id="c2")])],
+        [step(content="Hi")],
+    ],
+)
 def test_a_part_of_a_call_without_its_block_is_an_engines_fault(steps):
     """Seen to fail, as vLLM's converter does: the part was missing, and the client had half a call."""
     reader = answering({"stream": True})
