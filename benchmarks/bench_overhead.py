@@ -123,7 +123,7 @@ class Bench:
         self._rest_s = rest_s
         key = next(iter(API_KEYS))
         self._gateway = GatewayClient(stack.url, key)
-        self._engines = {"with": GatewayClient(stack.engine_urls[0], key), "without": GatewayClient(plain_url, key)}
+        self._engines = {"with": GatewayClient(stack.turn_urls[0], key), "without": GatewayClient(plain_url, key)}
         self._seed = time.time_ns() // 1_000_000 % 900_000_000
 
     def measure(self, num_rounds: int, only: str | None = None) -> dict[str, list[Pair]]:

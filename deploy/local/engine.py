@@ -1,4 +1,4 @@
-"""How vLLM is started: its command line and environment, plain or with connector and turn middleware."""
+"""How vLLM and its turn process are started: vLLM's command line, plain or with our connector, and environments."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def engine_command(settings: StackSettings, number: int, *, sidecar: str) -> tup
             **settings.connector,
         },
     }
-    plugin: tuple[str, ...] = ("--kv-transfer-config", json.dumps(transfer))
-    if not settings.has_turn_process:
-        plugin = ("--middleware", "vllm_plugin.turn.middleware.TurnMiddleware", *plugin)
+    plugin = ("--kv-transfer-config", json.dumps(transfer))
     port = settings.ports.engine(number)
     return (*plain_command(settings.model_dir, port=port, dtype=settings.dtype), *plugin, *settings.engine_args)
 
@@ -59,37 +57,25 @@ def plain_command(model_dir: Path, *, port: int, dtype: str, python: str = sys.e
     return (python, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags)
 
 
-def engine_environment(settings: StackSettings, number: int, *, sidecar: str) -> dict[str, str]:
-    """Return the environment of an engine; `sidecar` is where its turn middleware finds its own."""
-    return settings.environment(
-        {
-            **PLAIN_ENVIRONMENT,
-            "VLLM_SERVER_DEV_MODE": "1" if settings.dev else "0",
-            **({} if settings.has_turn_process else _turn_variables(settings, number, sidecar)),
-        },
-        defaults=engine_defaults(settings.engines),
-    )
+def engine_environment(settings: StackSettings) -> dict[str, str]:
+    """Return the environment of an engine."""
+    own = {**PLAIN_ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1" if settings.dev else "0"}
+    return settings.environment(own, defaults=engine_defaults(settings.engines))
 
 
 def turn_environment(settings: StackSettings, number: int, *, sidecar: str) -> dict[str, str]:
     """Return the environment of an engine's turn process; `sidecar` is where it finds its own."""
     return settings.environment(
         {
-            **_turn_variables(settings, number, sidecar),
+            "TURN_MANAGER": f"{LOOPBACK}:{settings.ports.manager}",
+            "TURN_SIDECAR": sidecar,
+            "TURN_SECRET_FILE": str(settings.paths.secret),
+            "TURN_ENDPOINT_NAME": endpoint_name(number),
             "TURN_ENGINE_URL": f"http://{LOOPBACK}:{settings.ports.engine(number)}",
             "TURN_LISTEN_HOST": LOOPBACK,
             "TURN_LISTEN_PORT": str(settings.ports.turn(number)),
         }
     )
-
-
-def _turn_variables(settings: StackSettings, number: int, sidecar: str) -> dict[str, str]:
-    return {
-        "TURN_MANAGER": f"{LOOPBACK}:{settings.ports.manager}",
-        "TURN_SIDECAR": sidecar,
-        "TURN_SECRET_FILE": str(settings.paths.secret),
-        "TURN_ENDPOINT_NAME": endpoint_name(number),
-    }
 
 
 def engine_defaults(engines: int = 1) -> Mapping[str, str]:

@@ -17,7 +17,7 @@ from deploy.local.engine import engine_command, engine_environment, turn_environ
 from deploy.local.model import MODEL_NAME
 from deploy.local.pods import DRAIN_S, envoy_environment
 from deploy.local.ports import LOOPBACK
-from deploy.local.settings import StackSettings, turn_in_process
+from deploy.local.settings import StackSettings
 
 KINDS = ("redis", "s3", "manager", "sidecar", "engine", "turn", "gateway", "envoy")
 """What there is, in start order. Parts are named after their kind; the second engine is `engine-1`."""
@@ -46,8 +46,7 @@ class Part:
 
 def part_names(engines: int, store: str = "") -> tuple[str, ...]:
     """Return the names of all parts in start order; they are stopped in the reverse."""
-    turns = engines if turn_in_process() else 0
-    counted = {"sidecar": engines, "engine": engines, "turn": turns, "s3": int(store == "s3")}
+    counted = {"sidecar": engines, "engine": engines, "turn": engines, "s3": int(store == "s3")}
     return tuple(numbered(kind, number) for kind in KINDS for number in range(counted.get(kind, 1)))
 
 
@@ -60,7 +59,7 @@ def stack_parts(settings: StackSettings) -> tuple[Part, ...]:
         _manager(settings),
         *(_sidecar(settings, number) for number in numbers),
         *(_engine(settings, number) for number in numbers),
-        *(_turn(settings, number) for number in numbers if settings.has_turn_process),
+        *(_turn(settings, number) for number in numbers),
         _gateway(settings),
         _envoy(settings),
     )
@@ -133,7 +132,7 @@ def _engine(settings: StackSettings, number: int) -> Part:
     url = f"http://{LOOPBACK}:{port}"
     ready = readiness.EngineReady(url, MODEL_NAME)
     command = engine_command(settings, number, sidecar=sidecar)
-    env = engine_environment(settings, number, sidecar=sidecar)
+    env = engine_environment(settings)
     return Part(name, "engine", command, env, (port,), url, ready, 600, 30)
 
 

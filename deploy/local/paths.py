@@ -45,7 +45,7 @@ class StackPaths:
 
     @property
     def secret(self) -> Path:
-        """Signs what gateway, middleware and connector tell each other."""
+        """Signs what gateway, turn process and connector tell each other."""
         return self.root / "secrets" / "signing"
 
     @property
@@ -83,7 +83,7 @@ class StackPaths:
         return self.data / sidecar
 
     def sidecar_socket(self, sidecar: str) -> Path:
-        """Return where its engine and the turn middleware find a sidecar."""
+        """Return where its engine and the turn process find a sidecar."""
         return self.run / f"{sidecar}.sock"
 
     @property

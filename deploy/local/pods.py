@@ -1,4 +1,4 @@
-"""The pods, each an engine and its sidecar, as the gateway and Envoy are told of them."""
+"""The pods, each an engine with its turn process and its sidecar, as the gateway and Envoy are told of them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,12 @@ def endpoints_of(settings: StackSettings) -> list[dict[str, Any]]:
     return [
         {
             "name": endpoint_name(number),
-            "url": f"http://{turn_address(settings, number)}",
+            "url": f"http://{LOOPBACK}:{ports.turn(number)}",
             "sidecar": f"{LOOPBACK}:{ports.sidecar(number)}",
             "draining": False,
         }
         for number in range(settings.engines)
     ]
-
-
-def turn_address(settings: StackSettings, number: int) -> str:
-    """Return where the turns of an engine run: its turn process, or its API server."""
-    ports = settings.ports
-    return f"{LOOPBACK}:{ports.turn(number) if settings.has_turn_process else ports.engine(number)}"
 
 
 def envoy_environment(settings: StackSettings) -> dict[str, str]:
@@ -47,7 +41,7 @@ def envoy_environment(settings: StackSettings) -> dict[str, str]:
         "ENVOY_LISTEN_PORT": str(ports.envoy),
         "ENVOY_ADMIN_PORT": str(ports.envoy_admin),
         "ENVOY_GATEWAYS": json.dumps([f"{LOOPBACK}:{ports.gateway},{LOOPBACK}:{ports.ext_proc}"]),
-        "ENVOY_PODS": json.dumps([turn_address(settings, number) for number in range(settings.engines)]),
+        "ENVOY_PODS": json.dumps([f"{LOOPBACK}:{ports.turn(number)}" for number in range(settings.engines)]),
         # Nobody in front has to notice that we go.
         "ENVOY_DRAIN_DELAY_S": "0",
         "ENVOY_DRAIN_TIMEOUT_S": str(DRAIN_S),

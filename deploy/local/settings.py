@@ -38,7 +38,7 @@ class StackSettings:
     dtype: str = "bfloat16"
     """`float32` makes cold and restored answers comparable to the last digit, at twice the memory."""
     engines: int = 1
-    """vLLM processes, each with its sidecar."""
+    """vLLM processes, each with its sidecar and its turn process."""
     dev: bool = False
     """True: vLLM's development routes (`/reset_prefix_cache`) are on."""
     engine_args: tuple[str, ...] = ()
@@ -51,11 +51,6 @@ class StackSettings:
     """What the sidecars share: `dir`, a directory; `s3`, an S3 server that the stack starts; empty: nothing."""
 
     @property
-    def has_turn_process(self) -> bool:
-        """Whether turns run in a process of their own (`CONTEXT_CACHE_TURN=process`) or in vLLM's API server."""
-        return turn_in_process()
-
-    @property
     def ports(self) -> PortPlan:
         """The ports that follow from `port`."""
         return plan_ports(self.port)
@@ -66,11 +61,6 @@ class StackSettings:
         """Return a part's environment: `defaults`, the caller's, `own` (addresses, files, secrets), the stack's."""
         base = {"PYTHONUNBUFFERED": "1", **(defaults or {})}
         return base | dict(os.environ) | {"TMPDIR": str(self.paths.scratch), **(own or {})} | dict(self.env)
-
-
-def turn_in_process() -> bool:
-    """Return whether the environment asks for turn processes."""
-    return os.environ.get("CONTEXT_CACHE_TURN", "middleware") == "process"
 
 
 def plain(**asked: Any) -> dict[str, Any]:

@@ -113,6 +113,11 @@ class Stack:
         """The URLs of vLLM itself, past the gateway, in the order of the engines' numbers."""
         return [self._parts()[name].url for name in self.names_of("engine")]
 
+    @property
+    def turn_urls(self) -> list[str]:
+        """The URLs of the turn processes, in the order of the engines' numbers."""
+        return [self._parts()[name].url for name in self.names_of("turn")]
+
     def names_of(self, kind: str) -> list[str]:
         """Return the names of the parts of one kind, in the order of their numbers."""
         return [part.name for part in self._parts().values() if part.kind == kind]

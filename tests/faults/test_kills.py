@@ -38,7 +38,10 @@ def test_a_part_that_dies_at_a_point_costs_time_and_never_a_turn(world, point):
     assert row.faults == []
 
 
-@pytest.mark.parametrize("part", ["sidecar", *(pytest.param(part, marks=thorough) for part in ("gateway", "manager"))])
+PARTS = ["sidecar", *(pytest.param(part, marks=thorough) for part in ("turn", "gateway", "manager"))]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_a_part_killed_in_the_middle_of_a_turn_loses_nothing_acknowledged(world, part):
     row = kill_mid_turn_case(world, part)
 

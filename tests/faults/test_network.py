@@ -27,8 +27,9 @@ FEW = [
     ("connector-sidecar", "black hole"),
     pytest.param("manager-redis", "delay 300 ms", marks=thorough),
     pytest.param("gateway-manager", "delay 3 s", marks=thorough),
-    pytest.param("gateway-engine", "cut", marks=thorough),
-    pytest.param("gateway-engine", "black hole", marks=thorough),
+    pytest.param("gateway-turn", "cut", marks=thorough),
+    pytest.param("gateway-turn", "black hole", marks=thorough),
+    pytest.param("turn-engine", "cut", marks=thorough),
     pytest.param("gateway-sidecar", "black hole", marks=thorough),
 ]
 """Cut, silent and late, of those that a session needs and of one it does not."""
@@ -36,7 +37,7 @@ FEW = [
 
 @pytest.mark.parametrize(("link", "fault"), FEW, ids=lambda value: value.replace(" ", "-"))
 def test_a_turn_over_a_link_that_fails_is_right_or_refused_in_time_and_the_link_heals(world, link, fault):
-    """A pod that is silent and one that computes a long prompt look the same: what bounds `gateway-engine black hole`
+    """A pod that is silent and one that computes a long prompt look the same: what bounds `gateway-turn black hole`
     is GATEWAY_IDLE_TIMEOUT_S, for Envoy too. Here it is 20 s; seen failing with the ten minutes of the default.
     """
     row = link_case(world, link, fault)

@@ -1,6 +1,6 @@
 """vLLM and its sidecar are told to end (SIGTERM, as an orchestrator does) in the middle of streams and saves.
 
-The last file here: it leaves the engine ended. Seen failing: vLLM 0.32 alone (the middleware without `Draining`) kept
+The last file here: it leaves the engine ended. Seen failing: vLLM 0.32 alone (the turn process without `Draining`) kept
 `/health` at 200 while it drained and answered new turns with 502 ("cannot schedule new futures after shutdown"), and a
 stream that outlasted `--shutdown-timeout` stayed open without another byte until it was killed.
 """
@@ -69,13 +69,13 @@ def http(stack):
 
 
 @pytest.fixture
-def engine(stack):
-    with httpx.Client(base_url=stack.engine_urls[0], timeout=30) as client:
+def turn(stack):
+    with httpx.Client(base_url=stack.turn_urls[0], timeout=30) as client:
         yield client
 
 
 @pytest.mark.thorough
-def test_an_engine_that_is_told_to_end(stack, http, engine):
+def test_an_engine_that_is_told_to_end(stack, http, turn):
     """A sidecar first: its engine outlives it. Then vLLM: one answer ends in time, one does not."""
 
     def create(length):
@@ -112,9 +112,10 @@ def test_an_engine_that_is_told_to_end(stack, http, engine):
         stream.start()
         wait_until(lambda stream=stream: len(stream.events) >= 2, what="the stream has begun")
     pid, told_at_s = stack.pid("engine"), time.monotonic()
-    os.kill(pid, signal.SIGTERM)  # the API server alone, as a kubelet does
+    for part in ("turn", "engine"):  # each container's first process, as a kubelet does
+        os.kill(stack.pid(part), signal.SIGTERM)
 
-    health = wait_until(lambda: engine.get("/health").status_code == 503, what="the engine says that it ends")
+    health = wait_until(lambda: turn.get("/health").status_code == 503, what="the engine says that it ends")
     refused = http.post("/v1/context", json={"model": MODEL, "prompt": "x"})
     brief.join(DRAIN_S + NOISE_S)
     # Its last save is finished by an engine that drains; a core that stands still would keep it from that.

@@ -197,7 +197,7 @@ def test_two_engines_are_seen_and_get_requests_but_for_one_that_drains_or_is_gon
         ready = [known.get(name, {}).get("ready") for name in ("engine-0", "engine-1")]
         return ready, envoy_hosts(admin, PODS), len(envoy_hosts(admin, PLUGIN))
 
-    addresses = [url.removeprefix("http://") for url in pair.engine_urls]
+    addresses = [url.removeprefix("http://") for url in pair.turn_urls]
 
     def until_seen(ready, hosts):
         wait_until(

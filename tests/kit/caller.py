@@ -21,10 +21,12 @@ class Caller:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=300)
         self.engine = httpx.Client(base_url=stack.engine_urls[0], timeout=300)
+        self.turn = httpx.Client(base_url=stack.turn_urls[0], timeout=300)
 
     def close(self) -> None:
         self.http.close()
         self.engine.close()
+        self.turn.close()
 
     def create(self, **body: Any) -> dict[str, Any]:
         return self._ok(self.http.post("/v1/context", json=self.body(body)))

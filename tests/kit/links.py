@@ -21,16 +21,19 @@ from tests.kit.faults.proxy import Proxy
 _TOLD_BY = {
     "manager-redis": ("manager", "MANAGER_REDIS_URL"),
     "gateway-manager": ("gateway", "GATEWAY_MANAGER"),
-    "turn-manager": ("engine", "TURN_MANAGER"),
-    "turn-sidecar": ("engine", "TURN_SIDECAR"),
+    "turn-manager": ("turn", "TURN_MANAGER"),
+    "turn-sidecar": ("turn", "TURN_SIDECAR"),
+    "turn-engine": ("turn", "TURN_ENGINE_URL"),
     "sidecar-manager": ("sidecar", "SIDECAR_MANAGER"),
 }
 """Who asks, and the variable that says where."""
-_ENDPOINTS = {"gateway-engine": "url", "gateway-sidecar": "sidecar"}
+_URLS = {"manager-redis": "redis://{}/0", "turn-engine": "http://{}"}
+"""How that variable spells an address, where it is a URL."""
+_ENDPOINTS = {"gateway-turn": "url", "gateway-sidecar": "sidecar"}
 """Fields of the list of pods."""
 LINKS = (*_TOLD_BY, *_ENDPOINTS, "connector-sidecar")
 """Who asks whom; from the second engine on with its number, `turn-manager-1`. Sidecars ask each other at the address
-that the gateway knows, so `gateway-sidecar` is that link too; Envoy finds the engines by `gateway-engine`."""
+that the gateway knows, so `gateway-sidecar` is that link too; Envoy finds the turn processes by `gateway-turn`."""
 CLIENT_LINKS = {"client-envoy": "envoy", "client-front": "gateway"}
 """Links of ours to the parts that clients call; `Stack.url` and `front_url` follow them."""
 
@@ -73,12 +76,12 @@ class Links:
             base, number = _parsed(name)
             asker, variable = _TOLD_BY.get(base, ("", ""))
             if part.name == numbered(asker, number):
-                env[variable] = f"redis://{proxy.address}/0" if base == "manager-redis" else proxy.address
+                env[variable] = _URLS.get(base, "{}").format(proxy.address)
         if part.kind == "sidecar":
             peers = json.loads(env["SIDECAR_PEERS"])
             env["SIDECAR_PEERS"] = json.dumps([self._instead_of_sidecar(peer) for peer in peers])
         if part.kind == "envoy":
-            env["ENVOY_PODS"] = json.dumps([self._instead_of_engine(pod) for pod in json.loads(env["ENVOY_PODS"])])
+            env["ENVOY_PODS"] = json.dumps([self._instead_of_turn(pod) for pod in json.loads(env["ENVOY_PODS"])])
         return replace(part, env=env, command=self._command(part))
 
     def endpoints(self, endpoints: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,8 +108,8 @@ class Links:
     def _instead_of_sidecar(self, address: str) -> str:
         return self._instead_of(address, "gateway-sidecar", self._ports.sidecar)
 
-    def _instead_of_engine(self, address: str) -> str:
-        return self._instead_of(address, "gateway-engine", self._ports.engine)
+    def _instead_of_turn(self, address: str) -> str:
+        return self._instead_of(address, "gateway-turn", self._ports.turn)
 
     def _instead_of(self, address: str, link: str, port_of: Callable[[int], int]) -> str:
         direct: Mapping[str, str] = {
@@ -132,6 +135,7 @@ class Links:
             "redis": ports.redis,
             "manager": ports.manager,
             "engine": ports.engine(number),
+            "turn": ports.turn(number),
             "sidecar": ports.sidecar(number),
         }
         return Proxy(f"{LOOPBACK}:{asked[base.partition('-')[2]]}")

@@ -284,7 +284,7 @@ class Stack(stack.Stack):
     # What the parts say of themselves.
 
     def metrics(self, part: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """Return a part's metrics, by name and labels; `manager`, a sidecar, `gateway` or an engine."""
+        """Return a part's metrics, by name and labels; `manager`, a sidecar, `gateway`, an engine or its `turn`."""
         text = httpx.get(self._metrics_url(part), timeout=30).raise_for_status().text
         return {
             (sample.name, frozenset(sample.labels.items())): sample.value
@@ -313,6 +313,7 @@ class Stack(stack.Stack):
             "sidecar": first + 1 + int(number or 0),
             "gateway": self._plan.gateway_metrics,
             "engine": self._plan.engine(int(number or 0)),
+            "turn": self._plan.turn(int(number or 0)),
         }
         return f"http://{LOOPBACK}:{ports[kind]}/metrics"
 

@@ -11,10 +11,10 @@ from tests.kit.faults import files
 from tests.kit.stack import Stack
 
 LINKS = (
-    "manager-redis", "gateway-manager", "gateway-engine", "gateway-sidecar", "turn-manager", "turn-sidecar",
-    "connector-sidecar", "client-envoy", "client-front",
+    "manager-redis", "gateway-manager", "gateway-turn", "turn-engine", "gateway-sidecar", "turn-manager",
+    "turn-sidecar", "connector-sidecar", "client-envoy", "client-front",
 )  # fmt: skip
-_STOPPED = ("redis", "manager", "sidecar", "gateway", "engine", "envoy")
+_STOPPED = ("redis", "manager", "sidecar", "gateway", "engine", "turn", "envoy")
 _BREAKS = (files.flip_data_bit, files.halve, files.remove, files.empty, files.cut_last_byte, files.flip_header_bit)
 _QUIET_MAX_S = 8.0
 _LASTS_MAX_S = 3.0

@@ -401,8 +401,8 @@ def test_a_forged_identity_is_stripped_at_the_edge_and_refused_in_the_pod(client
     body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
 
     edge = client.http.post("/v1/completions", json=body, headers=forged)
-    pod = client.engine.post("/v1/context", json=body, headers=forged)
-    unsigned = client.engine.post("/v1/context", json=body)
+    pod = client.turn.post("/v1/context", json=body, headers=forged)
+    unsigned = client.turn.post("/v1/context", json=body)
 
     assert edge.status_code == 200
     assert "x-context-cache" not in edge.headers

@@ -142,7 +142,7 @@ def _patience(world: World, link: str, fault: str) -> Iterator[None]:
 
     Nothing of ours can tell a client anything whose own link is silent: it waits as long as a front would.
     """
-    if fault == "black hole" and link == "gateway-engine":
+    if fault == "black hole" and link in ("gateway-turn", "turn-engine"):
         world.bound_s = world.idle_timeout_s
     elif link in CLIENT_LINKS:
         world.bound_s = world.patience_s = world.idle_timeout_s
@@ -233,7 +233,7 @@ def kill_mid_turn_case(world: World, part: str, kill: Callable[[], object] | Non
 
 def part_of(point: str) -> str:
     """Return the part that passes a crash point."""
-    return {"connector": "engine", "turn": "engine"}.get(point.partition(".")[0], point.partition(".")[0])
+    return {"connector": "engine"}.get(point.partition(".")[0], point.partition(".")[0])
 
 
 POINTS = (*SIDECAR_POINTS, *MANAGER_POINTS, *CONNECTOR_POINTS, *TURN_POINTS)

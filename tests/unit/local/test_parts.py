@@ -50,8 +50,9 @@ def test_parts_come_in_start_order(make_parts, engines):
 
 
 def test_the_first_of_a_kind_has_no_number():
-    assert part_names(1) == ("redis", "manager", "sidecar", "engine", "gateway", "envoy")
-    assert part_names(2) == ("redis", "manager", "sidecar", "sidecar-1", "engine", "engine-1", "gateway", "envoy")
+    assert part_names(1) == ("redis", "manager", "sidecar", "engine", "turn", "gateway", "envoy")
+    pods = ("sidecar", "sidecar-1", "engine", "engine-1", "turn", "turn-1")
+    assert part_names(2) == ("redis", "manager", *pods, "gateway", "envoy")
 
 
 def test_a_store_is_a_directory_of_the_stack_s_or_a_part_of_it_and_all_sidecars_have_the_same(
@@ -83,7 +84,7 @@ def test_every_address_is_on_loopback(make_parts):
         "GATEWAY_EXT_PROC_LISTEN",
     }
     assert all("=127.0.0.1:" in listen for listen in ours)
-    assert parts["gateway"].env["GATEWAY_HOST"] == "127.0.0.1"
+    assert parts["gateway"].env["GATEWAY_HOST"] == parts["turn"].env["TURN_LISTEN_HOST"] == "127.0.0.1"
     for name, flag in {"redis": "--bind", "engine": "--host"}.items():
         command = parts[name].command
         assert command[command.index(flag) + 1] == "127.0.0.1"
@@ -103,10 +104,19 @@ def test_the_gateway_is_told_of_every_engine_and_its_sidecar(make_settings, make
     endpoints = endpoints_of(make_settings(engines=2))
 
     assert [(entry["name"], entry["url"], entry["sidecar"]) for entry in endpoints] == [
-        ("engine-0", parts["engine"].url, parts["sidecar"].url),
-        ("engine-1", parts["engine-1"].url, parts["sidecar-1"].url),
+        ("engine-0", parts["turn"].url, parts["sidecar"].url),
+        ("engine-1", parts["turn-1"].url, parts["sidecar-1"].url),
     ]
-    assert [parts[name].env["TURN_ENDPOINT_NAME"] for name in ("engine", "engine-1")] == ["engine-0", "engine-1"]
+    assert [parts[name].env["TURN_ENDPOINT_NAME"] for name in ("turn", "turn-1")] == ["engine-0", "engine-1"]
+
+
+def test_a_turn_process_forwards_to_its_own_engine_which_loads_no_middleware(make_parts):
+    parts = make_parts(engines=2)
+
+    for turn, engine in (("turn", "engine"), ("turn-1", "engine-1")):
+        assert parts[turn].env["TURN_ENGINE_URL"] == parts[engine].url
+        assert parts[turn].url.endswith(f":{parts[turn].env['TURN_LISTEN_PORT']}")
+        assert "--middleware" not in parts[engine].command
 
 
 def test_a_list_of_endpoints_in_the_callers_environment_does_not_reach_the_gateway(make_parts, tmp_path, monkeypatch):
@@ -117,12 +127,12 @@ def test_a_list_of_endpoints_in_the_callers_environment_does_not_reach_the_gatew
     assert env["GATEWAY_ENDPOINTS_FILE"] == str(StackPaths(tmp_path).endpoints)
 
 
-def test_envoy_sends_to_the_engines_and_asks_the_gateway(make_settings, make_parts):
+def test_envoy_sends_to_the_turn_processes_and_asks_the_gateway(make_settings, make_parts):
     parts = make_parts(engines=2)
     settings = told(make_settings(engines=2))
     (gateway,) = settings.gateways
 
-    assert [f"http://{pod}" for pod in settings.pods] == [parts["engine"].url, parts["engine-1"].url]
+    assert [f"http://{pod}" for pod in settings.pods] == [parts["turn"].url, parts["turn-1"].url]
     assert gateway.ext_proc == parts["gateway"].env["GATEWAY_EXT_PROC_LISTEN"]
     assert f"http://{gateway.http}" == parts["gateway"].url
     assert settings.listen_host == settings.admin_host == "127.0.0.1"
@@ -147,15 +157,15 @@ def test_envoy_gives_a_gateway_the_time_that_is_shipped_unless_the_gateway_waits
     assert told(make_settings(env={"GATEWAY_MANAGER_TIMEOUT_S": "20"})).plugin_timeout_s == 23
 
 
-def test_connector_and_middleware_use_their_own_sidecars_socket(make_parts):
+def test_connector_and_turn_process_use_their_own_sidecars_socket(make_parts):
     parts = make_parts(engines=2)
 
-    for engine, sidecar in (("engine", "sidecar"), ("engine-1", "sidecar-1")):
+    for engine, sidecar, turn in (("engine", "sidecar", "turn"), ("engine-1", "sidecar-1", "turn-1")):
         socket = f"unix://{parts[sidecar].env['SIDECAR_UNIX_SOCKET']}"
         transfer = transfer_config(parts[engine])
         assert transfer["kv_connector_extra_config"]["sidecar"] == socket
         assert transfer["kv_load_failure_policy"] == "recompute"
-        assert parts[engine].env["TURN_SIDECAR"] == socket
+        assert parts[turn].env["TURN_SIDECAR"] == socket
 
 
 def test_sidecars_may_fetch_from_each_other_and_from_nobody_else(make_parts):

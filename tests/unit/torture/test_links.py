@@ -15,12 +15,13 @@ from tests.kit.links import Links
 NAMES = (
     "manager-redis",
     "gateway-manager",
-    "gateway-engine-1",
+    "gateway-turn-1",
     "gateway-sidecar-1",
     "turn-manager-1",
     "turn-sidecar-1",
     "connector-sidecar-1",
     "sidecar-manager-1",
+    "turn-engine-1",
 )
 
 
@@ -47,10 +48,11 @@ def test_a_proxy_stands_in_for_a_parts_own_address_wherever_that_part_is_asked_t
     assert (endpoints[1]["url"], endpoints[1]["sidecar"]) == ("http://127.0.0.1:3", "127.0.0.1:4")
     assert json.loads(parts["envoy"].env["ENVOY_PODS"])[1] == "127.0.0.1:3"
     assert json.loads(parts["sidecar"].env["SIDECAR_PEERS"]) == ["127.0.0.1:4"]
-    assert parts["engine-1"].env["TURN_MANAGER"] == "127.0.0.1:5"
-    assert parts["engine-1"].env["TURN_SIDECAR"] == "127.0.0.1:6"
+    assert parts["turn-1"].env["TURN_MANAGER"] == "127.0.0.1:5"
+    assert parts["turn-1"].env["TURN_SIDECAR"] == "127.0.0.1:6"
     assert connectors_sidecar(parts["engine-1"]) == "127.0.0.1:7"
     assert parts["sidecar-1"].env["SIDECAR_MANAGER"] == "127.0.0.1:8"
+    assert parts["turn-1"].env["TURN_ENGINE_URL"] == "http://127.0.0.1:9"
     # What is not linked is as it was, and a part listens where it did.
     assert parts["engine"] == direct["engine"]
     assert endpoints[0] == endpoints_of(settings)[0]
