@@ -29,9 +29,7 @@ class SidecarSettings(TlsSettings, TracingSettings):
     unix_socket: Path | None = Field(
         None, description="Path of the Unix socket for the engine in the same pod. Empty: none."
     )
-    listen: str = Field(
-        "127.0.0.1:50061", description="host:port for gateways, turn middleware and peers. Empty: none."
-    )
+    listen: str = Field("127.0.0.1:50061", description="host:port for gateways, turn processes and peers. Empty: none.")
     data_dir: Path = Field(
         Path("data/sidecar"), description="Directory of blocks and manifests, for one process at a time."
     )

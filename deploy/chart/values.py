@@ -192,7 +192,7 @@ _HEADINGS = {
     "MANAGER_": "context-manager",
     "ENVOY_": "envoy",
     "SIDECAR_": "kv-sidecar",
-    "TURN_": "turn-middleware",
+    "TURN_": "turn-process",
     "connector": "connector",
     "INJECTOR_": "injector",
 }
