@@ -34,6 +34,8 @@ TENANT_HEADER = "x-context-tenant"
 """Tag of the tenant (`tenant_tag`), on every request from the gateway to an engine. The pod counts by it."""
 IN_FLIGHT_HEADER = "x-context-in-flight"
 """Header of a pod's `/health`: requests in flight of the busiest tenants, `tag=number,tag=number`."""
+LIMITS_HEADER = "x-context-limits"
+"""Header of a pod's `/health`: the pod limits tenants' requests or bytes in flight. It must then see each request."""
 IN_FLIGHT_TENANTS_MAX = 64
 """Tenants in that header, which bounds its size. A tenant that is not listed has fewer requests than the listed."""
 KV_TRANSFER_KEY = "context_cache"

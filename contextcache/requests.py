@@ -29,6 +29,10 @@ _TOTAL_OVERLOAD = 2
 LARGE_BYTES = 1 << 20
 """Bytes of a body from which it is large. Smaller bodies take a few milliseconds at most."""
 
+QUEUED_BYTES = 64 << 10
+"""Bytes of a body from which the pod's turn process hands it to the engine in turn. vLLM reads and checks such a body
+for some milliseconds or more, in which it answers no other request. Smaller bodies may reach vLLM directly."""
+
 Read = TypeVar("Read")
 TakeBytes = Callable[[int], None]
 """Counts more bytes of one body. Raises TooManyInFlight."""

@@ -44,7 +44,7 @@ from contextcache.identity import (
 )
 from contextcache.model import CacheSessionMetadata, ModelId, SessionId, TenantId
 from contextcache.names import new_session_id
-from contextcache.requests import SHARE, LargeBodies
+from contextcache.requests import QUEUED_BYTES, SHARE, LargeBodies
 from contextcache.responses import Continued, Labels, response_id, telling_what_is_missing
 from contextcache.terms import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id
@@ -96,6 +96,8 @@ class Forward:
     set_headers: Mapping[str, str]
     """Headers to set beside `routing_headers`, after `remove_headers` are gone."""
     remove_headers: frozenset[str]
+    is_direct: bool
+    """True: the request goes to vLLM itself, past the pod's turn process."""
     body: bytes | None
     """None: send the body unchanged."""
     session: CacheSessionMetadata | None
@@ -104,9 +106,19 @@ class Forward:
     """Constructor of the identity to sign for the chosen pod; None: the pod gets none."""
 
     @property
+    def url(self) -> str:
+        """Root of the HTTP API that gets the request."""
+        return self.endpoint.url if self.is_direct else self.endpoint.turn_url
+
+    @property
+    def address(self) -> str:
+        """`host:port` of that API."""
+        return self.endpoint.address if self.is_direct else self.endpoint.turn_address
+
+    @property
     def routing_headers(self) -> dict[str, str]:
         """Header that names the pod to the proxies on the way."""
-        return {DESTINATION_HEADER: self.endpoint.address}
+        return {DESTINATION_HEADER: self.address}
 
 
 class Gateway:
@@ -135,9 +147,11 @@ class Gateway:
         path: str,
         request_id: str,
         subset: frozenset[str] | None = None,
+        only_turn: bool = False,
     ) -> Iterator[Admission]:
         """Find the sender of a request, and count the request as in flight during the `with` block.
 
+        `subset`, `only_turn`: see RouteQuery.
         Raises Unauthorized, TenantRateExceeded, TooManyInFlight, NoReadyEndpoint.
         """
         parts = self.parts
@@ -152,7 +166,7 @@ class Gateway:
             path=path,
             headers=headers,
             plain=allowed(caller.plain, self._plain_max) if may_keep else Plain.OFF,
-            query=partial(RouteQuery, subset=subset, light=path in TOKENIZER_PATHS, tenant=tag),
+            query=partial(RouteQuery, subset=subset, only_turn=only_turn, light=path in TOKENIZER_PATHS, tenant=tag),
             identity=partial(
                 Identity,
                 caller.tenant,
@@ -207,7 +221,7 @@ class Gateway:
             refuse_session(claims)
         if claims is None:
             return await self._unread(admission, has_body=bool(body))
-        return await self._stateless(admission, claims)
+        return await self._stateless(admission, claims, body_bytes=len(body))
 
     async def reroute(self, forward: Forward, *, unreachable: str, certain: bool = True) -> Forward:
         """Route the same request to another pod, after `unreachable` refused the connection. Nothing was sent.
@@ -302,7 +316,7 @@ class Gateway:
             session=session,
         )
 
-    async def _stateless(self, admission: Admission, claims: Claims) -> Forward:
+    async def _stateless(self, admission: Admission, claims: Claims, *, body_bytes: int) -> Forward:
         """Route a request without a context: with its conversation, if the key asks for that. No store is asked."""
         group, identity = "", None
         if admission.plain is not Plain.OFF:
@@ -320,6 +334,7 @@ class Gateway:
             is_conversation=bool(group),
             stays=bool(group),
             num_tokens=num_tokens_of(claims),
+            body_bytes=body_bytes,
         )
         # vLLM names the answer by the header. A front always sets it, which would hide the body's `request_id`.
         name = claims.text("request_id")
@@ -330,7 +345,7 @@ class Gateway:
 
     async def _unread(self, admission: Admission, *, has_body: bool) -> Forward:
         """Route a request without a context and with an empty or opaque body."""
-        query = admission.query() if has_body else admission.query(light=True)
+        query = admission.query(body_bytes=None) if has_body else admission.query(light=True)
         return await self._placed(Kind.STATELESS, query, None)
 
     async def _placed(
@@ -367,9 +382,26 @@ class Gateway:
             endpoint=choice.endpoint,
             set_headers=headers,
             remove_headers=self._removed_headers,
+            is_direct=self._is_direct(query, choice.endpoint, has_identity=identity is not None),
             body=body,
             session=session,
             identity=identity,
+        )
+
+    def _is_direct(self, query: RouteQuery, endpoint: Endpoint, *, has_identity: bool) -> bool:
+        """Return whether a request goes to vLLM itself and not to the pod's turn process. The only place of this rule.
+
+        The turn process runs turns and keeps KV, which needs an identity. It hands large bodies to the engine one after
+        the other, and it counts requests by tenant. So a request goes to vLLM directly only if it has no identity, its
+        body is known to be small, and no limit or share of a tenant needs the count.
+        """
+        return (
+            endpoint.has_turn_process
+            and not (endpoint.draining or has_identity or query.only_turn)
+            and query.body_bytes is not None
+            and query.body_bytes < QUEUED_BYTES
+            and not self.parts.tenants.limits[0]
+            and self.parts.endpoints.takes_direct(endpoint.name)
         )
 
     def _choose(self, query: RouteQuery, *, is_made: bool = True) -> Choice:

@@ -5,6 +5,9 @@ gateway adds the requests that it placed. The HTTP front subtracts ended request
 end at the rate of the interval before. A pod without the plugin reports nothing: then requests of the HTTP front count,
 and requests placed since the last probe. ADR 0089 has the alternatives.
 
+The turn process reports the requests that it carries. Requests that go to vLLM directly are only in the engine's total.
+They go there only while the pod has room, so while a limit holds, each further request is counted under its tenant.
+
 A tenant is limited only while both hold: the pod has as many requests as it computes at one time, and another tenant
 has a request there, or had one in the last SHARING_S. A tenant alone on a pod is never limited.
 """
@@ -49,12 +52,14 @@ class _Requests:
     """Requests in flight of the HTTP front, which reports their ends."""
     elsewhere: int = 0
     """Requests at the probe that this gateway did not carry itself."""
+    direct: int = 0
+    """Requests in flight of the HTTP front that went to vLLM directly. The pod's report lacks them."""
     ended_per_s: float = 0.0
 
     def at(self, elapsed_s: float, growth: float) -> int:
         """Return the requests in flight `elapsed_s` after the last probe."""
         ended = int(self.ended_per_s * growth * elapsed_s)
-        return max(self.carried, self.at_probe + self.since_probe - ended)
+        return self.direct + max(self.carried, self.at_probe + self.since_probe - ended)
 
     def probed(self, at_probe: int, elapsed_s: float) -> None:
         ended = max(0, self.at_probe + self.since_probe - at_probe)
@@ -72,37 +77,42 @@ class PodTenants:
         self._all = _Requests(self._probed_at_s)
         """Requests of the engine, computed or waiting."""
         self._of: dict[str, _Requests] = {}
-        """Requests of each tenant that shares the pod, counted by the pod's API server."""
+        """Requests of each tenant that shares the pod, counted by the pod's turn process."""
         self._batch = 0
         """Requests that the pod computed when requests last waited for room; 0: none has waited yet."""
         self._room = FIRST_ROOM
         self._growth = GROWTH_UNKNOWN
 
-    def routed(self, tenant: str) -> None:
-        """Count a request without a report of its end."""
+    def routed(self, tenant: str, *, is_direct: bool = False) -> None:
+        """Count a request without a report of its end; `is_direct`: no report lists it under its tenant either."""
         found = self._of.get(tenant)
         if found is None:
             if len(self._of) >= _TENANTS_MAX:
                 return
             found = self._of[tenant] = _Requests(0.0)
         found.seen_at_s = self._clock_s()
-        found.since_probe += 1
+        if not is_direct:
+            found.since_probe += 1
         self._all.since_probe += 1
 
     @contextmanager
-    def carried(self, tenant: str) -> Iterator[None]:
-        """Count a request during a `with` block."""
-        self.routed(tenant)
+    def carried(self, tenant: str, *, is_direct: bool = False) -> Iterator[None]:
+        """Count a request during a `with` block; `is_direct`: see routed."""
+        self.routed(tenant, is_direct=is_direct)
         found = self._of.get(tenant)
-        both = (self._all,) if found is None else (self._all, found)
+        both = (self._all,) if found is None or is_direct else (self._all, found)
         for one in both:
             one.carried += 1
+        if found is not None:
+            found.direct += is_direct
         try:
             yield
         finally:
             for one in both:
                 one.carried -= 1
                 one.since_probe -= 1
+            if found is not None:
+                found.direct -= is_direct
 
     def probed(self, *, running: int, waiting: int, deferred: int, tenants: Mapping[str, int] | None) -> None:
         """Take the pod's report. `waiting` includes `deferred`, the requests that wait for their KV and not for room.
@@ -123,13 +133,16 @@ class PodTenants:
             self._of.setdefault(tenant, _Requests(now_s)).seen_at_s = now_s
         for tenant, found in list(self._of.items()):
             found.probed(found.carried if tenants is None else tenants.get(tenant, 0), elapsed_s)
-            if not found.at_probe and not found.carried and now_s - found.seen_at_s > SHARING_S:
+            if not found.at_probe and not found.carried and not found.direct and now_s - found.seen_at_s > SHARING_S:
                 del self._of[tenant]
+
+    def has_room(self) -> bool:
+        """Return whether the pod has fewer requests than it computes at one time. No tenant is limited then."""
+        return self._all.at(self._clock_s() - self._probed_at_s, self._growth) < self._room
 
     def takes(self, tenant: str) -> bool:
         """Return whether a tenant may have another request here."""
-        in_flight = self._all.at(self._clock_s() - self._probed_at_s, self._growth)
-        return in_flight < self._room or self._num_sharing(tenant) == 1 or self.is_below_share(tenant)
+        return self.has_room() or self._num_sharing(tenant) == 1 or self.is_below_share(tenant)
 
     def is_below_share(self, tenant: str) -> bool:
         """Return whether others share the pod and a tenant has less than its equal share of it."""

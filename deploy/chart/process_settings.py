@@ -122,6 +122,7 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
         **_EVERYWHERE,
         "gateways": "the release's gateways",
         "pods": "the release's Service of vLLM pods",
+        "engines": "the release's Service of vLLM pods",
         "listen_host": _FIXED,
         "listen_port": _FIXED,
         "listen_cert_file": "envoy.tls",

@@ -25,7 +25,8 @@ def endpoints_of(settings: StackSettings) -> list[dict[str, Any]]:
     return [
         {
             "name": endpoint_name(number),
-            "url": f"http://{LOOPBACK}:{ports.turn(number)}",
+            "url": f"http://{LOOPBACK}:{ports.engine(number)}",
+            "turn_url": f"http://{LOOPBACK}:{ports.turn(number)}",
             "sidecar": f"{LOOPBACK}:{ports.sidecar(number)}",
             "draining": False,
         }
@@ -42,6 +43,7 @@ def envoy_environment(settings: StackSettings) -> dict[str, str]:
         "ENVOY_ADMIN_PORT": str(ports.envoy_admin),
         "ENVOY_GATEWAYS": json.dumps([f"{LOOPBACK}:{ports.gateway},{LOOPBACK}:{ports.ext_proc}"]),
         "ENVOY_PODS": json.dumps([f"{LOOPBACK}:{ports.turn(number)}" for number in range(settings.engines)]),
+        "ENVOY_ENGINES": json.dumps([f"{LOOPBACK}:{ports.engine(number)}" for number in range(settings.engines)]),
         # Nobody in front has to notice that we go.
         "ENVOY_DRAIN_DELAY_S": "0",
         "ENVOY_DRAIN_TIMEOUT_S": str(DRAIN_S),

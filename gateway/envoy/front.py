@@ -51,6 +51,8 @@ class Stream(Protocol):
 
     traceparent: str
     """Span of the proxy that this stream belongs to. Empty: the proxy makes none, and the request's header counts."""
+    reaches_engines: bool
+    """True: the proxy reaches vLLM itself too. False: it lists one address of a pod, as an InferencePool does."""
 
     async def read(self) -> pb.ProcessingRequest:
         """Return the next message."""
@@ -143,7 +145,12 @@ class EnvoyFront:
         if kind in {Kind.OWN, Kind.CONTROL}:
             raise PathNotFound("the proxy must route this call to the gateway's HTTP front")
         with self._gateway.admitted(
-            kind, head.headers, path=head.path, request_id=head.minted_id, subset=subset
+            kind,
+            head.headers,
+            path=head.path,
+            request_id=head.minted_id,
+            subset=subset,
+            only_turn=not call.stream.reaches_engines,
         ) as admission:
             self._limits.check_size(head.declared_bytes)
             # A proxy that buffers would forward the body of an answered head at once, unbounded and uncounted.
@@ -206,7 +213,7 @@ class EnvoyFront:
             del message  # it holds the body a second time
             # Routed after the upload: the pod's load and the identity's time are then current.
             forward = await self._route_by_head(call, admission) or await self._route(call, admission, held.whole())
-            answer = messages.body_answer(self._changes(call, forward), pod=forward.endpoint.address, body=forward.body)
+            answer = messages.body_answer(self._changes(call, forward), pod=forward.address, body=forward.body)
             await call.stream.write(answer)
         await self._send_back(call)
 
@@ -248,14 +255,15 @@ class EnvoyFront:
         """Count a routed request, at its pod and in metrics."""
         call.head.kind, call.status = forward.kind.value, _ROUTED
         self._parts.metrics.route_seconds.labels(call.head.kind).observe(call.routing_s)
-        self._parts.endpoints.note_routed(forward.endpoint.name, forward.query.counted_tenant)
+        counted = forward.query.counted_tenant
+        self._parts.endpoints.note_routed(forward.endpoint.name, counted, is_direct=forward.is_direct)
         self._gateway.sent(forward)
         describe(get_current_span(), forward)
         return forward
 
     def _head_answer(self, call: _Call, forward: Forward, *, skips_body: bool = False) -> pb.ProcessingResponse:
         changes = self._changes(call, forward)
-        return messages.head_answer(changes, pod=forward.endpoint.address, skips_body=skips_body)
+        return messages.head_answer(changes, pod=forward.address, skips_body=skips_body)
 
     def _changes(self, call: _Call, forward: Forward) -> pb.HeaderMutation:
         """Return the changes of the request's headers."""

@@ -21,6 +21,8 @@ LOAD_BALANCING_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 """Allowed pods as `host:port`, in the endpoint picker protocol 1.0.0 of the Gateway API Inference Extension."""
+ENGINES_METADATA = "x-context-engines"
+"""Key in the gRPC metadata of a proxy that reaches vLLM itself as well as the turn processes, as our own Envoy may."""
 PIECE_BYTES = 60 << 10
 """Largest piece of a body in full duplex mode. Envoy accepts 64 KiB, and other pickers stay below 62 000 bytes."""
 

@@ -24,6 +24,7 @@ from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER
 from contextcache.names import MINTED_PREFIX
 from gateway import fronts
 from gateway.envoy.keys import watched_keys
+from gateway.envoy.messages import ENGINES_METADATA
 from gateway.envoy.settings import EnvoySettings, split_address
 from gateway.flows import ROUTING_HEADERS
 from gateway.paths import CONSOLE_PATH, CONTEXT_CHANGES, CONTEXT_PATH, ENGINE_CALLS, READ_PATHS
@@ -47,6 +48,8 @@ SEGMENT = r"(?:\.?\.?[A-Za-z0-9_~!$&'()*+,;=:@-][A-Za-z0-9_~!$&'()*+,;=:@.-]*|\.
 """A path segment in plain characters that is neither `.` nor `..`; RE2 has no look-ahead."""
 _Call = tuple[str, str, str]
 """Name of the route, method, path."""
+_OPEN = {"metadata": {"filter_metadata": {"envoy.lb": {"open": True}}}}
+"""Mark of the members from which the load balancer chooses, in a cluster that also has others."""
 _METHODS_WITH_BODY = ("POST", "PUT", "PATCH")
 _FILES = ("tls_cert_file", "tls_key_file", "tls_ca_file", "listen_cert_file", "listen_key_file")
 
@@ -89,6 +92,7 @@ def _context(settings: EnvoySettings) -> dict[str, Any]:
         "steering_headers": sorted({*ROUTING_HEADERS, IDENTITY_HEADER} - {UNROUTED_HEADER}),
         "unrouted_header": UNROUTED_HEADER,
         "key_headers": sorted(KEY_HEADERS),
+        "engines_metadata": ENGINES_METADATA,
         "session_header": SESSION_HEADER,
         "session_prefix": MINTED_PREFIX,
         "cors": fronts,
@@ -141,9 +145,11 @@ def _socket_address(address: str) -> dict[str, Any]:
     return {"socket_address": {"address": host, "port_value": port}}
 
 
-def _members(addresses: Iterable[str]) -> list[dict[str, Any]]:
-    """Return addresses as endpoints of a cluster."""
-    return [{"endpoint": {"address": _socket_address(address)}} for address in addresses]
+def _members(addresses: Iterable[str], *, only_chosen: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """Return addresses as endpoints of a cluster. `only_chosen`: more of them, which no load balancer chooses."""
+    members = [{"endpoint": {"address": _socket_address(address)}} for address in addresses]
+    unchosen = _members(only_chosen) if only_chosen else []
+    return [*(member | _OPEN for member in members), *unchosen] if unchosen else members
 
 
 def _are_ips(addresses: Iterable[str]) -> bool:

@@ -23,6 +23,7 @@ from contextcache.wire.servers import CONNECTION_OPTIONS, Context, GrpcServer, p
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import TRACEPARENT
 from gateway.envoy.front import EnvoyFront
+from gateway.envoy.messages import ENGINES_METADATA
 from gateway.fronts import ClientGone
 
 SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -97,6 +98,7 @@ class _GrpcStream:
         self._context = context
         metadata: Any = context.invocation_metadata() or ()
         self.traceparent = next((value for key, value in metadata if key == TRACEPARENT), "")
+        self.reaches_engines = any(key == ENGINES_METADATA for key, _ in metadata)
 
     async def read(self) -> pb.ProcessingRequest:
         """Return the next message. Raises ClientGone."""

@@ -153,7 +153,8 @@ class HttpFront(FastAPI):
         while True:
             name = forward.endpoint.name
             try:
-                with self.parts.endpoints.carrying(name, forward.query.counted_tenant):
+                counted = forward.query.counted_tenant
+                with self.parts.endpoints.carrying(name, counted, is_direct=forward.is_direct):
                     forget_sent = self.gateway.sent(forward)
                     try:
                         await self._carrier.carry(forward, body, exchange)

@@ -116,12 +116,12 @@ class Carrier:
         try:
             async with self._session.request(
                 exchange.method,
-                URL(forward.endpoint.url + exchange.target, encoded=True),
+                URL(forward.url + exchange.target, encoded=True),
                 headers=_headers_to_pod(forward, exchange),
                 # None for a GET without a body. A POST declares that its body is empty.
                 data=_payload(data) if data or exchange.method not in {"GET", "HEAD"} else None,
                 allow_redirects=False,
-                **tls_arguments(forward.endpoint.url, self._tls),
+                **tls_arguments(forward.url, self._tls),
             ) as answer:
                 # After an early exit aiohttp closes the connection, so the pod notices.
                 await self._answer(answer, exchange)

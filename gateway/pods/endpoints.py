@@ -66,6 +66,8 @@ class Health:
     """Zeros if the pod has no such metrics; None: the page did not arrive in time."""
     tenants: Mapping[str, int] | None = None
     """Requests in flight of the tenants with most of them, by tag; None: the pod does not report them."""
+    limits_tenants: bool = False
+    """See EndpointState."""
     clock_skew_s: float | None = field(default=None, compare=False)
     """The pod's clock minus this machine's; None: unknown."""
 
@@ -137,23 +139,36 @@ class WatchedEndpoints:
         return None if pod is None else pod.endpoint
 
     def num_reported(self, tenant: str) -> int:
-        """Return a tenant's requests that pods report and that this gateway does not carry itself. O(pods)."""
+        """Return a tenant's requests that pods report and that this gateway does not carry itself. O(pods).
+
+        Pods report the requests that pass their turn processes. These are all requests while a limit is set: see
+        `Gateway._is_direct`.
+        """
         return sum(pod.tenants.reported(tenant) for pod in self.states())
 
-    def note_routed(self, name: str, tenant: str | None = None) -> None:
+    def takes_direct(self, name: str) -> bool:
+        """Return whether a pod's engine may get a request past the turn process, which then does not count it.
+
+        False for a full pod, whose tenants have shares, and for a pod that limits tenants itself.
+        """
+        pod = self._named(name)
+        return pod is not None and not pod.limits_tenants and pod.tenants.has_room()
+
+    def note_routed(self, name: str, tenant: str | None = None, *, is_direct: bool = False) -> None:
         """Count one request to a pod through Envoy, which does not report its end.
 
-        `tenant`: its tag; None: the engine computes nothing for the request.
+        `tenant`: its tag; None: the engine computes nothing for the request. `is_direct`: it goes
+        to vLLM itself, so the turn process reports it never.
         """
         pod = self._named(name)
         if pod is not None:
             self._note_use(pod)
             if tenant is not None:
-                pod.tenants.routed(tenant)
+                pod.tenants.routed(tenant, is_direct=is_direct)
 
     @contextmanager
-    def carrying(self, name: str, tenant: str | None = None) -> Iterator[None]:
-        """Count one request as in flight to a pod for the length of the `with` block; `tenant`: see note_routed.
+    def carrying(self, name: str, tenant: str | None = None, *, is_direct: bool = False) -> Iterator[None]:
+        """Count one request as in flight to a pod during a `with` block; for the arguments see note_routed.
 
         A pod that leaves the list and returns keeps its count.
         """
@@ -162,7 +177,7 @@ class WatchedEndpoints:
             # The pod left after it was chosen. The connection will fail.
             yield
             return
-        counted = nullcontext() if tenant is None else pod.tenants.carried(tenant)
+        counted = nullcontext() if tenant is None else pod.tenants.carried(tenant, is_direct=is_direct)
         self._note_use(pod)
         pod.in_flight += 1
         try:
@@ -202,7 +217,7 @@ class WatchedEndpoints:
         return take_back
 
     def mark_unreachable(self, name: str, *, certain: bool = True) -> None:
-        """Take a pod that refused a connection OUT.
+        """Take a pod OUT that refused a connection, at its turn process or at vLLM: it needs both.
 
         Not `certain`: it did not accept one in time. The last ready pod then stays READY.
         """
@@ -291,7 +306,7 @@ class WatchedEndpoints:
 
     def _note_health(self, pod: EndpointState, health: Health) -> None:
         name = pod.endpoint.name
-        pod.clock_skew_s = health.clock_skew_s
+        pod.clock_skew_s, pod.limits_tenants = health.clock_skew_s, health.limits_tenants
         if health.clock_skew_s is not None:
             self.metrics.endpoint_clock_skew.labels(name).set(health.clock_skew_s)
         self._models_seen.update(dict.fromkeys(health.models, self._num_rounds))

@@ -1,4 +1,8 @@
-"""Probes a pod over HTTP for its health, models and load. Decides nothing."""
+"""Probes a pod over HTTP for its health, models and load. Decides nothing.
+
+The turn process answers for the health, vLLM's included, and for the requests of each tenant. vLLM itself answers for
+models and load. So a healthy pod has been reached at both addresses.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ import aiohttp
 from yarl import URL
 
 from contextcache.clock import Clock, SystemClock
-from contextcache.identity import IN_FLIGHT_HEADER, read_in_flight
+from contextcache.identity import IN_FLIGHT_HEADER, LIMITS_HEADER, read_in_flight
 from contextcache.model import ModelId
 from contextcache.wire.tls import WatchedTls, tls_arguments
 from gateway.pods.endpoints import Health
@@ -36,7 +40,7 @@ _PAGE_BYTES_MAX = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class HttpProbe:
-    """`GET /health`, `/v1/models` and `/metrics` of a vLLM pod."""
+    """`GET /health` of a pod's turn process, `/v1/models` and `/metrics` of its vLLM."""
 
     session: aiohttp.ClientSession
     _: KW_ONLY
@@ -48,19 +52,21 @@ class HttpProbe:
     async def __call__(self, endpoint: Endpoint) -> Health:
         """Return the pod's health. Never raises for a fault of the pod; a healthy one may lack models and load."""
         try:
-            async with self._get(f"{endpoint.url}/health") as answer:
+            async with self._get(f"{endpoint.turn_url}/health") as answer:
                 if answer.status != 200:
                     return Health(healthy=False)
                 in_flight = answer.headers.get(IN_FLIGHT_HEADER)
                 if in_flight is None and endpoint.sidecar:
                     # vLLM runs without our middleware (ADR 0112), and would ignore a `session_id`.
                     return Health(healthy=False)
+                limits_tenants = LIMITS_HEADER in answer.headers
                 skew_s = clock_skew_s(answer.headers.get("date", ""), now_ms=self.clock.now_ms())
+            pages = (self._page(endpoint.url + path) for path in ("/v1/models", LOAD_PATH))
+            models, load = await asyncio.gather(*pages)
         except (TimeoutError, aiohttp.ServerTimeoutError):
             return Health(healthy=False, certain=False)
         except aiohttp.ClientError:
             return Health(healthy=False)
-        models, load = await asyncio.gather(*(self._page(endpoint.url + path) for path in ("/v1/models", LOAD_PATH)))
         if models is None:
             return Health(healthy=False, certain=False)
         return Health(
@@ -68,6 +74,7 @@ class HttpProbe:
             models=model_names(models),
             load=None if load is None else engine_load(load),
             tenants=None if in_flight is None else read_in_flight(in_flight),
+            limits_tenants=limits_tenants,
             clock_skew_s=skew_s,
         )
 
@@ -76,7 +83,10 @@ class HttpProbe:
         return self.session.get(URL(url, encoded=True), timeout=timeout, **tls_arguments(url, self.tls))
 
     async def _page(self, url: str) -> bytes | None:
-        """Return the beginning of a page; b"": the pod has no such page; None: no answer in time, or a 5xx."""
+        """Return the beginning of a page; b"": the pod has no such page; None: no answer in time, or a 5xx.
+
+        Raises ClientConnectorError for a refused connection: the turn process answers, and vLLM is away.
+        """
         try:
             async with self._get(url) as answer:
                 if answer.status == 200:
@@ -84,6 +94,8 @@ class HttpProbe:
                 return None if answer.status >= 500 else b""
         except asyncio.IncompleteReadError as exc:
             return exc.partial  # the whole page
+        except aiohttp.ClientConnectorError:
+            raise
         except (TimeoutError, aiohttp.ClientError):
             return None
 

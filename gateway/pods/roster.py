@@ -100,8 +100,8 @@ class Roster:
     def candidates(self, model: ModelId | None, subset: frozenset[str] | None) -> Candidates:
         """Return the ready pods that serve a model, without draining ones if possible. Raises NoReadyEndpoint.
 
-        `subset`: allowed addresses; None: all. For an unknown model these are all ready pods: any of them answers with
-        vLLM's 404. If a pod of that model may come back soon, NoReadyEndpoint is raised instead.
+        `subset`: allowed addresses of turn processes; None: all. For an unknown model these are all ready pods: any of
+        them answers with vLLM's 404. If a pod of that model may come back soon, NoReadyEndpoint is raised instead.
         """
         if subset is not None:
             return self._found(model, subset)
@@ -111,7 +111,8 @@ class Roster:
         return self._candidates[kind]
 
     def _found(self, model: ModelId | None, subset: frozenset[str] | None) -> Candidates:
-        ready = [state for state in self.states if state.ready and (subset is None or state.endpoint.address in subset)]
+        allowed = [state for state in self.states if subset is None or state.endpoint.turn_address in subset]
+        ready = [state for state in allowed if state.ready]
         if not ready:
             raise NoReadyEndpoint("no pod is ready", retry_after_s=RETRY_AFTER_S)
         if model is not None:

@@ -70,7 +70,11 @@ class RouteQuery:
     num_tokens: int = 0
     """Tokens of the context, or an estimate of the prompt's."""
     subset: frozenset[str] | None = None
-    """Addresses (`host:port`) that the proxy in front allows; None: all."""
+    """Addresses (`host:port`) of turn processes that the proxy in front allows; None: all."""
+    only_turn: bool = False
+    """True: the proxy in front reaches the turn processes only, as an InferencePool does."""
+    body_bytes: int | None = 0
+    """Size of the body; None: the body was not read."""
     light: bool = False
     """True: the engine computes nothing for the request, so a full queue does not refuse it."""
     tenant: str = ""

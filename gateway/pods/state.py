@@ -127,6 +127,8 @@ class EndpointState:
     """The pod's clock minus this machine's, in whole seconds; None: unknown."""
     tenants: PodTenants = field(default_factory=PodTenants)
     """Requests in flight of each tenant."""
+    limits_tenants: bool = False
+    """True: the turn process limits tenants' requests or bytes in flight, and must see each request."""
     placed: int = 0
     """New contexts that this gateway placed there lately: later requests follow them."""
     probes_to_ready: int = SETTLED_PROBES

@@ -16,7 +16,7 @@ from tests.kit.certificates import CertificateFiles
 
 ROOT = Path(__file__).parents[2]
 ADDRESSES = {"pods": ["10.0.0.1:80", "[fd00::1]:80"], "gateways": ["10.0.0.2:1,10.0.0.2:2", "[::1]:1,[::1]:2"]}
-NAMES = {"pods": ["engine.pods.local:8000"], "gateways": ["gateway:1,gateway:2"]}
+NAMES = {"pods": ["engine.pods.local:8010"], "engines": ["engine.pods.local:8000"], "gateways": ["gateway:1,gateway:2"]}
 PUBLIC_CA = {"traces_ca_file": "{folder}/current/ca.crt"}
 AXES: list[list[dict]] = [
     [ADDRESSES, NAMES],

@@ -8,6 +8,7 @@ import pytest
 from gateway.pods.endpoints import Health
 from gateway.pods.probe import HttpProbe
 from gateway.pods.state import Endpoint, EngineLoad
+from tests.kit.stub_engine import StubEngine
 
 LOAD = {"vllm:num_requests_running": 3.0, "vllm:num_requests_waiting": 2.0, "vllm:kv_cache_usage_perc": 0.5}
 
@@ -45,6 +46,34 @@ async def test_a_pod_with_a_sidecar_whose_engine_lacks_the_middleware_is_not_hea
     assert await probe(pod) == Health(healthy=False)
     engine.has_middleware = True
     assert (await probe(pod)).healthy
+
+
+async def test_the_turn_process_says_health_and_tenants_and_vllm_models_and_load(engine, probe):
+    """Seen failing with all pages read from either address, and without the header of limits."""
+    turn = StubEngine(models=["other"], has_middleware=True, load={"vllm:num_requests_running": 9.0})
+    await turn.start()
+    engine.load = LOAD
+    pod = Endpoint("a", engine.url, sidecar="127.0.0.1:1", turn_url=turn.url)
+    found = await probe(pod)
+    turn.limits_tenants = True
+    limited = await probe(pod)
+    await turn.stop()
+
+    assert (found.models, found.load.running, found.tenants) == (frozenset({"stub-model"}), 3, {})
+    assert (found.limits_tenants, limited.limits_tenants) == (False, True)
+    assert [one.target for one in turn.received] == ["/health"] * 2
+
+
+@pytest.mark.parametrize("away", ["turn", "engine"])
+async def test_a_pod_of_which_one_address_refuses_is_certainly_not_healthy(engine, probe, away):
+    """Seen failing for the engine as a pod that is only late, with 30 more probes to go."""
+    turn = StubEngine(has_middleware=True)
+    await turn.start()
+    await {"turn": turn, "engine": engine}[away].stop()
+
+    assert await probe(Endpoint("a", engine.url, turn_url=turn.url)) == Health(healthy=False)
+    await (engine.start() if away == "engine" else turn.start())
+    await turn.stop()
 
 
 async def test_a_pod_that_is_not_there_is_certainly_not_healthy(engine, probe):

@@ -76,7 +76,9 @@ class RunningEnvoy:
         return (self.folder / "envoy.log").read_text()
 
 
-def envoy_settings(*, pods: Sequence[int], gateways: Sequence[tuple[int, int]], **more) -> EnvoySettings:
+def envoy_settings(
+    *, pods: Sequence[int], gateways: Sequence[tuple[int, int]], engines: Sequence[int] = (), **more
+) -> EnvoySettings:
     """Return settings for ports on loopback; a gateway is its HTTP front's port and its processor's.
 
     Waits are longer than as shipped: most tests are not about them, and a busy machine stands still for seconds.
@@ -84,6 +86,7 @@ def envoy_settings(*, pods: Sequence[int], gateways: Sequence[tuple[int, int]], 
     patience = {"plugin_timeout_s": 60, "connect_timeout_s": 20}
     return EnvoySettings(
         pods=[f"127.0.0.1:{port}" for port in pods],
+        engines=[f"127.0.0.1:{port}" for port in engines],
         gateways=[{"http": f"127.0.0.1:{http}", "ext_proc": f"127.0.0.1:{ext_proc}"} for http, ext_proc in gateways],
         **{"engine_paths": (LISTED_CALL,), **patience, **more},
     )

@@ -127,6 +127,7 @@ class ScriptedStream:
     """A stream whose messages are known beforehand; afterwards the other end is gone, or silent for ever."""
 
     traceparent = ""
+    reaches_engines = False
 
     def __init__(self, *script: pb.ProcessingRequest, silent=False):
         self._script = list(script)

@@ -124,10 +124,12 @@ async def running_front(
         if kind == "http":
             yield Front(gateway.port, gateway)
             return
-        pods = [URL(endpoint.url).port for endpoint in settings.endpoints]
+        engines = [URL(endpoint.url).port for endpoint in settings.endpoints if endpoint.turn_url]
+        pods = [URL(endpoint.turn_url or endpoint.url).port for endpoint in settings.endpoints]
         async with running_envoy(
             envoy_settings(
                 pods=pods,
+                engines=engines,
                 gateways=[(gateway.port, gateway.ext_proc_port)],
                 max_body_bytes=settings.max_body_bytes,
                 engine_paths=settings.engine_paths,
@@ -137,7 +139,7 @@ async def running_front(
                 **(envoy_more or {}),
             )
         ) as envoy:
-            await envoy.until_healthy(PODS, num_ready)
+            await envoy.until_healthy(PODS, num_ready * (2 if engines else 1))
             await envoy.until_healthy(PLUGIN, 1)
             yield Front(envoy.port, gateway, envoy=envoy)
 

@@ -95,14 +95,20 @@ class RunningGateway:
         return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name}{labels} ")), 0.0)
 
 
-def settings_for(tmp_path, engines: dict[str, StubEngine], *, manager_port: int = 1, **more) -> GatewaySettings:
+def settings_for(
+    tmp_path, engines: dict[str, StubEngine], *, manager_port: int = 1, turns=None, **more
+) -> GatewaySettings:
+    """Return settings for pods by name. `turns`: their turn processes; None: the turns run in the engines."""
     (tmp_path / "secret").write_bytes(SECRET)
     write_keys(tmp_path / "keys.json", {KEY: "demo", OTHER_KEY: "other", OPERATOR_KEY: "operator"})
     more = {"engine_paths": (LISTED_CALL,), **_PATIENCE, **more}
     return GatewaySettings(
         port=0,
         manager=f"127.0.0.1:{manager_port}",
-        endpoints=[{"name": name, "url": engine.url} for name, engine in engines.items()],
+        endpoints=[
+            {"name": name, "url": engine.url, "turn_url": turns[name].url if turns else ""}
+            for name, engine in engines.items()
+        ],
         secret_file=tmp_path / "secret",
         api_keys_file=tmp_path / "keys.json",
         probe_interval_s=0.05,

@@ -29,11 +29,11 @@ _TOLD_BY = {
 """Who asks, and the variable that says where."""
 _URLS = {"manager-redis": "redis://{}/0", "turn-engine": "http://{}"}
 """How that variable spells an address, where it is a URL."""
-_ENDPOINTS = {"gateway-turn": "url", "gateway-sidecar": "sidecar"}
+_ENDPOINTS = {"gateway-turn": "turn_url", "gateway-engine": "url", "gateway-sidecar": "sidecar"}
 """Fields of the list of pods."""
 LINKS = (*_TOLD_BY, *_ENDPOINTS, "connector-sidecar")
 """Who asks whom; from the second engine on with its number, `turn-manager-1`. Sidecars ask each other at the address
-that the gateway knows, so `gateway-sidecar` is that link too; Envoy finds the turn processes by `gateway-turn`."""
+that the gateway knows, so `gateway-sidecar` is that link too; Envoy finds pods by `gateway-turn` and `gateway-engine`."""
 CLIENT_LINKS = {"client-envoy": "envoy", "client-front": "gateway"}
 """Links of ours to the parts that clients call; `Stack.url` and `front_url` follow them."""
 
@@ -82,6 +82,8 @@ class Links:
             env["SIDECAR_PEERS"] = json.dumps([self._instead_of_sidecar(peer) for peer in peers])
         if part.kind == "envoy":
             env["ENVOY_PODS"] = json.dumps([self._instead_of_turn(pod) for pod in json.loads(env["ENVOY_PODS"])])
+            engines = json.loads(env["ENVOY_ENGINES"])
+            env["ENVOY_ENGINES"] = json.dumps([self._instead_of_engine(engine) for engine in engines])
         return replace(part, env=env, command=self._command(part))
 
     def endpoints(self, endpoints: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -90,7 +92,7 @@ class Links:
         for name, proxy in self.proxies.items():
             base, number = _parsed(name)
             if (field := _ENDPOINTS.get(base)) is not None:
-                found[number][field] = f"http://{proxy.address}" if field == "url" else proxy.address
+                found[number][field] = f"http://{proxy.address}" if field.endswith("url") else proxy.address
         return found
 
     def _command(self, part: Part) -> tuple[str, ...]:
@@ -110,6 +112,9 @@ class Links:
 
     def _instead_of_turn(self, address: str) -> str:
         return self._instead_of(address, "gateway-turn", self._ports.turn)
+
+    def _instead_of_engine(self, address: str) -> str:
+        return self._instead_of(address, "gateway-engine", self._ports.engine)
 
     def _instead_of(self, address: str, link: str, port_of: Callable[[int], int]) -> str:
         direct: Mapping[str, str] = {

@@ -61,6 +61,8 @@ class StubEngine:
     """What `/metrics` says, by vLLM's names; empty: 404."""
     has_middleware: bool = False
     """Answer `/health` with the header of the turn middleware."""
+    limits_tenants: bool = False
+    """Answer `/health` as a turn process that limits tenants."""
     break_next: str = ""
     """`headers`: close before answering; `body`: close in the middle of the next answer."""
     stall: bool = False
@@ -120,6 +122,7 @@ class StubEngine:
         self.received.append(request)
         if target == "/health":
             header = b"x-context-in-flight: \r\n" if self.has_middleware else b""
+            header += b"x-context-limits: 1\r\n" if self.limits_tenants else b""
             return await self._send(writer, 200 if self.healthy else 503, b"", header)
         if target == "/v1/models":
             return await self._send(writer, 200, json.dumps({"data": [{"id": name} for name in self.models]}).encode())

@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, ContextQuotaExceeded
 from contextcache.model import TenantId
-from contextcache.requests import TenantsInHand
+from contextcache.requests import QUEUED_BYTES, TenantsInHand
 from vllm_plugin.turn.engine import Message, Receive
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.settings import TurnSettings
@@ -40,8 +40,6 @@ _UNASKED_MS = 10_000
 """How long a sidecar is left alone that was silent or has no quotas: creates cost nothing then."""
 
 
-LARGE_BYTES = 64 << 10
-"""Size from which the engine may read a body for more than some milliseconds."""
 REST_FROM_S = 0.02
 
 
@@ -106,7 +104,7 @@ class BodyQueue:
             nonlocal size_bytes
             message = await receive()
             size_bytes += len(message.get("body", b""))
-            if size_bytes >= LARGE_BYTES and message["type"] == "http.request" and not message.get("more_body", False):
+            if size_bytes >= QUEUED_BYTES and message["type"] == "http.request" and not message.get("more_body", False):
                 async with self._of_tenant.setdefault(tenant, asyncio.Lock()):
                     await self._engine.acquire()
                     try:

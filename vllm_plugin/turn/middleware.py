@@ -38,6 +38,7 @@ from contextcache.fields import OUR_FIELDS, refuse_misspelt
 from contextcache.identity import (
     IDENTITY_HEADER,
     IN_FLIGHT_HEADER,
+    LIMITS_HEADER,
     TENANT_HEADER,
     UNROUTED_HEADER,
     Identity,
@@ -74,7 +75,7 @@ from vllm_plugin.turn.waiting import Draining
 log = logging.getLogger(__name__)
 
 _PATHS = TURN_PATHS | {CONTEXT_PATH}
-_IN_FLIGHT = IN_FLIGHT_HEADER.encode()
+_IN_FLIGHT, _LIMITS = IN_FLIGHT_HEADER.encode(), LIMITS_HEADER.encode()
 _HEALTH_PATH = "/health"
 _SKEW_RETRY_S = 5
 """Another pod's clock may be right, and NTP takes longer."""
@@ -170,8 +171,11 @@ class TurnMiddleware:
 
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
-                counts = in_flight_header(self._story.admission.requests_of_all()).encode()
-                message = {**message, "headers": [*message.get("headers", ()), (_IN_FLIGHT, counts)]}
+                admission = self._story.admission
+                added = [(_IN_FLIGHT, in_flight_header(admission.requests_of_all()).encode())]
+                if any(admission.limits):
+                    added.append((_LIMITS, b"1"))
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
         return told

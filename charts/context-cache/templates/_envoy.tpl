@@ -15,6 +15,8 @@ end in a dot: they are complete, and Envoy looks them up once a second without t
   value: {{ list (printf "%s:8000,%s:9002" $gateways $gateways) | toJson | quote }}
 - name: ENVOY_PODS
   value: {{ list (printf "%s:%d" $pods (int .Values.discovery.turnPort)) | toJson | quote }}
+- name: ENVOY_ENGINES
+  value: {{ list (printf "%s:%d" $pods (int .Values.discovery.port)) | toJson | quote }}
 - name: ENVOY_LISTEN_HOST
   value: 0.0.0.0
 - name: ENVOY_LISTEN_PORT

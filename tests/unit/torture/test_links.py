@@ -22,6 +22,7 @@ NAMES = (
     "connector-sidecar-1",
     "sidecar-manager-1",
     "turn-engine-1",
+    "gateway-engine-1",
 )
 
 
@@ -45,8 +46,10 @@ def test_a_proxy_stands_in_for_a_parts_own_address_wherever_that_part_is_asked_t
 
     assert parts["manager"].env["MANAGER_REDIS_URL"] == "redis://127.0.0.1:1/0"
     assert parts["gateway"].env["GATEWAY_MANAGER"] == "127.0.0.1:2"
-    assert (endpoints[1]["url"], endpoints[1]["sidecar"]) == ("http://127.0.0.1:3", "127.0.0.1:4")
+    assert (endpoints[1]["turn_url"], endpoints[1]["sidecar"]) == ("http://127.0.0.1:3", "127.0.0.1:4")
     assert json.loads(parts["envoy"].env["ENVOY_PODS"])[1] == "127.0.0.1:3"
+    assert endpoints[1]["url"] == "http://127.0.0.1:10"
+    assert json.loads(parts["envoy"].env["ENVOY_ENGINES"])[1] == "127.0.0.1:10"
     assert json.loads(parts["sidecar"].env["SIDECAR_PEERS"]) == ["127.0.0.1:4"]
     assert parts["turn-1"].env["TURN_MANAGER"] == "127.0.0.1:5"
     assert parts["turn-1"].env["TURN_SIDECAR"] == "127.0.0.1:6"

@@ -97,6 +97,22 @@ async def test_a_turn_is_answered_once_its_body_is_whole(parts, named_in):
     assert "content-length" not in answer.set_headers
 
 
+@pytest.mark.parametrize("reaches_engines", [True, False])
+async def test_a_plain_request_goes_to_vllm_if_the_proxy_reaches_it(two_addresses, reaches_engines):
+    """Seen failing with the metadata of the proxy ignored, and with a direct request counted as one of the turn's."""
+    parts = two_addresses
+    stream = ScriptedStream(head(headers=JSON), body({"prompt": "x"}))
+    stream.reaches_engines = reaches_engines
+    await front_of(parts).process(stream)
+    address = stream.answers[-1].set_headers[DESTINATION_HEADER]
+    name = address.partition(":")[0]
+    await parts.endpoints.probe_all()
+
+    assert address in {f"pod-{each}:{8001 if reaches_engines else 8010}" for each in "ab"}
+    assert stream.answers[-1].metadata == {"envoy.lb": {DESTINATION_HEADER: address}}
+    assert routed(parts) == [name]
+
+
 async def test_a_body_that_changes_goes_on_with_its_new_length(parts):
     stream = await ask(parts, head(headers=JSON), body({"prompt": "x", "cache_salt": "stolen"}))
     answer = stream.answers[-1]

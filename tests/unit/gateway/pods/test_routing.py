@@ -499,5 +499,5 @@ def test_a_full_pod_does_not_stand_by_where_no_pod_counts_as_saturated():
 def test_no_pod_stands_by_for_a_turn_that_ends_with_its_engine_nor_outside_the_subset():
     """Seen failing for a chosen pod whose turn runs in vLLM, and with the subset ignored."""
     assert standby_of(standing_by("b"), chosen=standing_by("a", turn_url="")) is None
-    assert standby_of(standing_by("b"), subset=frozenset({"a:8000", "b:8000"})).name == "b"
-    assert standby_of(standing_by("b"), subset=frozenset({"a:8000"})) is None
+    assert standby_of(standing_by("b"), subset=frozenset({"y:8010", "x:8010"})).name == "b"
+    assert standby_of(standing_by("b", turn_url="http://z:8010"), subset=frozenset({"x:8010"})) is None

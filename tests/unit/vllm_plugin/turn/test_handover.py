@@ -6,11 +6,12 @@ import gc
 import pytest
 
 from contextcache.identity import tenant_tag
+from contextcache.requests import QUEUED_BYTES
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import SECRET, Pod
-from vllm_plugin.turn.admission import LARGE_BYTES, BodyQueue
+from vllm_plugin.turn.admission import BodyQueue
 
-LARGE = b"x" * LARGE_BYTES
+LARGE = b"x" * QUEUED_BYTES
 
 
 class World:
@@ -64,7 +65,7 @@ async def test_what_is_read_soon_costs_no_rest_and_small_bodies_wait_for_nobody(
     quick, slow = World(0.001), World(0.4)
     await asyncio.gather(*(quick.send("a", LARGE) for _ in range(3)))
     await slow.send("a", LARGE)
-    await slow.send("b", b"x" * (LARGE_BYTES - 1))
+    await slow.send("b", b"x" * (QUEUED_BYTES - 1))
 
     assert quick.events == ["a"] * 3
     assert slow.events == ["a", "b"]

@@ -103,6 +103,15 @@ async def test_every_request_that_a_gateway_sends_counts_for_its_tenant(pod, pat
     assert pod.story.admission.requests_of_all() == {}
 
 
+async def test_the_probe_hears_whether_the_pod_limits_tenants(pod):
+    """Seen failing without the header, and with it for a pod without limits."""
+    limited = await pod.get("/health")
+    pod.story.admission.limits = (0, 0)
+    without = await pod.get("/health")
+
+    assert ("x-context-limits" in without.headers, limited.headers["x-context-limits"]) == (False, "1")
+
+
 async def test_a_tag_that_is_none_or_came_around_the_gateway_counts_nothing(pod):
     guard(pod, None)
     tag = tenant_tag("demo", SECRET).encode()
