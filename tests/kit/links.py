@@ -33,7 +33,8 @@ _ENDPOINTS = {"gateway-turn": "turn_url", "gateway-engine": "url", "gateway-side
 """Fields of the list of pods."""
 LINKS = (*_TOLD_BY, *_ENDPOINTS, "connector-sidecar")
 """Who asks whom; from the second engine on with its number, `turn-manager-1`. Sidecars ask each other at the address
-that the gateway knows, so `gateway-sidecar` is that link too; Envoy finds pods by `gateway-turn` and `gateway-engine`."""
+that the gateway knows, so `gateway-sidecar` is that link too. Envoy asks pods over `gateway-turn` and
+`gateway-engine`."""
 CLIENT_LINKS = {"client-envoy": "envoy", "client-front": "gateway"}
 """Links of ours to the parts that clients call; `Stack.url` and `front_url` follow them."""
 

@@ -103,10 +103,13 @@ def test_the_gateway_is_told_of_every_engine_and_its_sidecar(make_settings, make
     parts = make_parts(engines=2)
     endpoints = endpoints_of(make_settings(engines=2))
 
-    assert [(entry["name"], entry["url"], entry["sidecar"]) for entry in endpoints] == [
-        ("engine-0", parts["turn"].url, parts["sidecar"].url),
-        ("engine-1", parts["turn-1"].url, parts["sidecar-1"].url),
+    assert [(entry["name"], entry["url"], entry["turn_url"], entry["sidecar"]) for entry in endpoints] == [
+        ("engine-0", parts["engine"].url, parts["turn"].url, parts["sidecar"].url),
+        ("engine-1", parts["engine-1"].url, parts["turn-1"].url, parts["sidecar-1"].url),
     ]
+    for variable, kind in (("ENVOY_PODS", "turn"), ("ENVOY_ENGINES", "engine")):
+        urls = [f"http://{address}" for address in json.loads(parts["envoy"].env[variable])]
+        assert urls == [parts[name].url for name in (kind, f"{kind}-1")]
     assert [parts[name].env["TURN_ENDPOINT_NAME"] for name in ("turn", "turn-1")] == ["engine-0", "engine-1"]
 
 
