@@ -38,8 +38,12 @@ class TurnPatience:
     def __init__(self, engine_s: float) -> None:
         """`engine_s`: seconds without a message from the engine."""
         self._engine_s = engine_s
+        self._whom = ""
+        """`engine` or `client`, while one of them is waited for."""
+        self._until_s = 0.0
+        """Time of the loop at which its patience ends."""
         self._timer: asyncio.TimerHandle | None = None
-        """Runs while the engine or the client is waited for."""
+        """Fires at `_until_s` or before. A timer for each message would cost as much as the message."""
         self._out = asyncio.Event()
         self._limit: asyncio.Timeout | None = None
         self.lost_with = ""
@@ -47,7 +51,7 @@ class TurnPatience:
 
     def lose(self, whom: str) -> None:
         """End the patience; harmless outside `watching`, and while we wait for ourselves."""
-        if self._limit is not None and self._timer is not None and not self.lost_with:
+        if self._limit is not None and self._whom and not self.lost_with:
             self.lost_with = whom
             self._out.set()
             self._limit.reschedule(asyncio.get_running_loop().time() + GRACE_S)
@@ -60,7 +64,9 @@ class TurnPatience:
             try:
                 yield
             finally:
-                self._wait_for("", None)
+                self._whom = ""
+                if self._timer is not None:
+                    self._timer.cancel()
 
     def receive(self, receive: Receive) -> Receive:
         """Return the client's `receive`, which says that it has left once patience is lost."""
@@ -90,14 +96,29 @@ class TurnPatience:
     @contextmanager
     def with_ourselves(self) -> Iterator[None]:
         """Inside the block every wait has a deadline of its own."""
-        self._wait_for("", None)
+        self._whom = ""
         yield
         self._wait_for("engine", self._engine_s)
 
-    def _wait_for(self, whom: str, seconds: float | None) -> None:
+    def _wait_for(self, whom: str, seconds: float) -> None:
+        self._whom, self._until_s = whom, asyncio.get_running_loop().time() + seconds
+        if self._timer is None or self._until_s < self._timer.when():
+            self._set_timer()
+
+    def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.lose, whom)
+        self._timer = asyncio.get_running_loop().call_at(self._until_s, self._look)
+
+    def _look(self) -> None:
+        """Lose patience, unless a message has come since the timer was set."""
+        assert self._timer is not None
+        is_over = self._timer.when() >= self._until_s
+        self._timer = None
+        if self._whom and is_over:
+            self.lose(self._whom)
+        elif self._whom:
+            self._set_timer()
 
 
 class Background:

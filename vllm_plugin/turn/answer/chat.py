@@ -84,13 +84,16 @@ class AnswerResult:
 
     def take_choice(self, choice: dict[str, Any]) -> None:
         """Read one choice of a whole answer or of one event."""
-        self.token_ids += [_count(token) for token in choice.get("token_ids") or []]
+        self.token_ids += map(_count, choice.get("token_ids") or ())
         part = choice.get("message") or choice.get("delta") or {}
-        self.text += choice.get("text") or part.get("content") or ""
-        for call in part.get("tool_calls") or []:
+        # A string that one name alone holds grows in place. Else each token copies the whole text.
+        text, self.text = self.text, ""
+        text += choice.get("text") or part.get("content") or ""
+        self.text = text
+        for call in part.get("tool_calls") or ():
             self.take_call(call)
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        self.stop_reason = choice.get("stop_reason") if choice.get("finish_reason") else self.stop_reason
+        if reason := choice.get("finish_reason"):
+            self.finish_reason, self.stop_reason = reason, choice.get("stop_reason")
 
     def take_call(self, call: dict[str, Any]) -> None:
         """Read a tool call, or the next part of one, in a chat's form."""
@@ -101,9 +104,11 @@ class AnswerResult:
             self.tool_calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
         stored = self.tool_calls[index]
         stored["id"] = call.get("id") or stored["id"]
-        function = call.get("function") or {}
-        stored["function"]["name"] = function.get("name") or stored["function"]["name"]
-        stored["function"]["arguments"] += function.get("arguments") or ""
+        told, function = stored["function"], call.get("function") or {}
+        told["name"] = function.get("name") or told["name"]
+        arguments, told["arguments"] = told["arguments"], ""  # as with the text
+        arguments += function.get("arguments") or ""
+        told["arguments"] = arguments
 
 
 def _count(value: Any) -> int:
@@ -207,7 +212,7 @@ class SseAnswer:
     def feed(self, chunk: bytes) -> bytes:
         """Take bytes, return those that may pass now. Raises EngineFailed for an event that cannot be read."""
         try:
-            return b"".join(self._take_event(event) for event in self._splitter.feed(chunk))
+            return b"".join([self._take_event(event) for event in self._splitter.feed(chunk)])
         except ContextCacheError:
             raise
         except UNREADABLE as exc:
@@ -260,7 +265,7 @@ class SseAnswer:
             return event.raw if self.result.error and self.tells_done else b""
         if self._done:
             raise EngineFailed("the engine sent data after the end")
-        answer = json.loads(event.data)
+        answer = _decoded(event.data)
         if answer.get("error"):
             self.result.error = True
             return self.failing(event)
@@ -306,6 +311,14 @@ class SseAnswer:
             and not any((choice.get("delta") or {}).values())
             and not choice.get("logprobs")
         )
+
+
+def _decoded(data: bytes) -> Any:
+    """Return the JSON of an event's data. Raises the errors of `json.loads`."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # half a surrogate pair and NaN are JSON for vLLM
+        return json.loads(data)
 
 
 def compact_json(answer: dict[str, Any]) -> bytes:

@@ -71,25 +71,26 @@ class Delivery:
         body, more = message.get("body", b""), message.get("more_body", False)
         if self._start["status"] != 200:
             self._take_refusal(body, more=more)
-        else:
-            await self._take_body(body, more=more)
+            return
+        if passing := self.answer.feed(body):  # of a stream alone
+            if not self._client.keep_alive.has_begun:
+                await self._begin_stream()
+            if self._recording is not None:
+                self._recording.add(passing)
+            await self._send_body(passing, more=True)
+            crash_point(MID_STREAM)
+        if not more:
+            await self._end()
 
     def _take_refusal(self, body: bytes, *, more: bool) -> None:
         self._refused += body[: _REFUSAL_BYTES_MAX - len(self._refused)]
         if not more:
             raise engine_error(self._start["status"], bytes(self._refused))
 
-    async def _take_body(self, body: bytes, *, more: bool) -> None:
-        if passing := self.answer.feed(body):  # of a stream alone
-            await self._begin_stream()
-            if self._recording is not None:
-                self._recording.add(passing)
-            await self._send_body(passing, more=True)
-            crash_point(MID_STREAM)
-        if more:
-            return
+    async def _end(self) -> None:
+        """Settle the turn of a whole answer, and send its end."""
         self.answer.complete()
-        if isinstance(self.answer, SseAnswer):
+        if isinstance(self.answer, SseAnswer) and not self._client.keep_alive.has_begun:
             await self._begin_stream()
         if self.answer.result.error:
             with self.patience.with_ourselves():
@@ -104,11 +105,10 @@ class Delivery:
         await self._send_body(end, more=False)
 
     async def _begin_stream(self) -> None:
-        if not self._client.keep_alive.has_begun:
-            headers = await self.settlement.stream_receipt(self.turn)
-            if self._recording is not None:
-                self._recording.head = headers
-            await self._send_start(headers)
+        headers = await self.settlement.stream_receipt(self.turn)
+        if self._recording is not None:
+            self._recording.head = headers
+        await self._send_start(headers)
 
     async def _send_start(self, headers: list[tuple[str, str]]) -> None:
         ours = [(name.encode(), value.encode()) for name, value in headers]

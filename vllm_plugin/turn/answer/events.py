@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from contextcache.errors import EngineFailed
 
 EVENT_BYTES_MAX = 16 << 20
 """A longer event is no token; a stream without an empty line must not fill the memory."""
-_EVENT_END = re.compile(rb"\r?\n\r?\n")
-_END_BYTES_MAX = 4
+_EVENT_END = re.compile(rb"\n\r?\n")
+_END_BYTES_MAX = 3
 _FIELD = b"data:"
+_ONE_EVENT = re.compile(rb"data: (.*[^\r\n])\n\n")
+"""A chunk as vLLM sends it for a token."""
 UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 """Headers of a stream by which caches do not store it, and nginx passes each event on as it comes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One event as it came."""
 
     raw: bytes
@@ -35,7 +35,8 @@ class Event:
 
     def with_data(self, data: bytes) -> bytes:
         """Return the event's bytes with other data; `data` has no line feed."""
-        return b"".join(line + b"\n" for line in self.others) + _FIELD + b" " + data + b"\n\n"
+        head = b"".join([line + b"\n" for line in self.others]) if self.others else b""
+        return b"%b%b %b\n\n" % (head, _FIELD, data)
 
 
 def begins_stream(head: Mapping[str, Any]) -> bool:
@@ -54,10 +55,13 @@ class EventSplitter:
 
     def feed(self, chunk: bytes) -> Iterator[Event]:
         """Take bytes, give the events they complete. Raises EngineFailed for an event without an end."""
+        if not self._buffer and (whole := _ONE_EVENT.fullmatch(chunk)):
+            yield Event(chunk, whole[1])
+            return
         self._buffer += chunk
         while found := _EVENT_END.search(self._buffer, self._searched):
             raw = bytes(self._buffer[: found.end()])
-            body = raw[: found.start()]
+            body = raw[: found.start()].removesuffix(b"\r")
             del self._buffer[: len(raw)], found
             self._searched = 0
             yield _event(raw, body)

@@ -57,7 +57,8 @@ class KeepAlive:
         self._path = path
         self.silence_s = silence_s
         self._sending = asyncio.Lock()
-        self._heard = asyncio.Event()
+        self._heard_s = 0.0
+        """Time of the loop at which the application, or a comment, was last sent. A silence is measured from it."""
         self.has_begun = False
         """The application has sent a head."""
         self._is_ours = False
@@ -66,7 +67,7 @@ class KeepAlive:
         """More events may be sent."""
         self._ends_event = True
         """The client has whole events only: a comment would be part of none."""
-        self._is_over = False
+        self._over = asyncio.Event()
         """The engine has answered: no more comments."""
         self._failed: bytearray | None = None
         """Body of an error that came after the status had been sent."""
@@ -74,7 +75,7 @@ class KeepAlive:
     async def __call__(self, message: Message) -> None:
         """Send a message of the application's."""
         async with self._sending:
-            self._heard.set()
+            self._heard_s = asyncio.get_running_loop().time()
             if message["type"] == "http.response.start":
                 await self._start(message)
             elif message["type"] == "http.response.body" and self._failed is not None:
@@ -113,25 +114,28 @@ class KeepAlive:
         try:
             yield
         finally:
-            self._is_over = True
-            self._heard.set()
+            self._over.set()
             # A head that is cancelled on its way may have been sent or not.
             await asyncio.wait([task], timeout=_COMMENT_DEADLINE_S)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async def _fill(self, silence_s: int) -> None:
-        while not self._is_over:
-            self._heard.clear()
+        loop = asyncio.get_running_loop()
+        heard_s = self._heard_s = loop.time()
+        while not self._over.is_set():
             try:
-                async with asyncio.timeout(silence_s):
-                    await self._heard.wait()
+                async with asyncio.timeout_at(heard_s + silence_s):
+                    await self._over.wait()
             except TimeoutError:
                 async with self._sending:
-                    await self._comment()
+                    if heard_s == self._heard_s:
+                        await self._comment()
+                        self._heard_s = loop.time()
+                    heard_s = self._heard_s
 
     async def _comment(self) -> None:
-        if self._heard.is_set() or self._failed is not None or not (self._is_stream and self._ends_event):
+        if self._over.is_set() or self._failed is not None or not (self._is_stream and self._ends_event):
             return
         if not (self.has_begun or self._is_ours):
             self._is_ours = True

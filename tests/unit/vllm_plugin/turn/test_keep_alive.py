@@ -161,6 +161,7 @@ async def test_a_silence_between_two_events_is_filled_and_one_within_an_event_is
         return {"type": "http.response.body", "body": data, "more_body": more}
 
     keep_alive = KeepAlive(send, "/v1/completions", 10)
+    begun_s = asyncio.get_running_loop().time()
     async with keep_alive.filling(stream=True):
         head = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
         await keep_alive(head)
@@ -171,6 +172,7 @@ async def test_a_silence_between_two_events_is_filled_and_one_within_an_event_is
         await keep_alive(body(b"data: [DONE]\n\n", more=False))
         await asyncio.sleep(25)
 
+    assert asyncio.get_running_loop().time() - begun_s == 15 + 3 * 25
     assert sent[1:] == [COMMENT, b"data: 1\n\nda", b"ta: 2\n\n", COMMENT, COMMENT, b"data: [DONE]\n\n"]
 
 
@@ -204,6 +206,18 @@ async def test_a_head_on_its_way_is_sent_before_the_answer_s_end_is_told():
     await keep_alive({"type": "http.response.body", "body": b'{"error": {"message": "busy"}}'})
 
     assert sent == [200, COMMENT, b'data: {"error": {"message": "busy"}}\n\ndata: [DONE]\n\n']
+
+
+async def test_an_answer_that_ends_when_a_comment_is_due_gets_none():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async with KeepAlive(send, "/v1/completions", 10).filling(stream=True):
+        await asyncio.sleep(10)
+
+    assert sent == []
 
 
 async def test_a_client_that_reads_nothing_holds_up_no_end():

@@ -1,16 +1,20 @@
 """Engines that fall silent and clients that read nothing, on a loop whose time does not take any.
 
 Seen failing: without `patience.watching()` two of these turns ran until the test's own deadline; without `receive`
-saying that the client has left, in three the engine was cancelled at the end of the grace instead of being told.
+saying that the client has left, in three the engine was cancelled at the end of the grace instead of being told;
+with a timer that is never set earlier, an engine had the time of the slow client before it.
 """
 
 import asyncio
+import gc
 import json
+import weakref
 
 import pytest
 
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import Pod
+from vllm_plugin.turn.waiting import TurnPatience
 
 pytestmark = pytest.mark.looptime
 
@@ -160,3 +164,46 @@ async def test_a_client_that_stops_sending_its_body_is_refused(pod):
     await asyncio.wait_for(pod.app(scope, never, send), 1000)
 
     assert sent[0]["status"] == 400
+
+
+async def lost_after_s(patience):
+    """Return when the engine's application hears that it shall end."""
+    await patience.receive(asyncio.get_running_loop().create_future)()
+    return asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize(("reads_for_s", "ends_at_s"), [(5, 195), (15, 205)])
+async def test_an_engine_has_its_own_time_after_a_slow_client(reads_for_s, ends_at_s):
+    patience = TurnPatience(100)
+
+    async with patience.watching():
+        await asyncio.sleep(90)
+        await patience.with_client(asyncio.sleep(reads_for_s))
+        ended_s = await lost_after_s(patience)
+
+    assert (patience.lost_with, ended_s) == ("engine", ends_at_s)
+
+
+async def test_no_patience_is_lost_with_ourselves_and_the_engine_has_its_time_after_that():
+    patience = TurnPatience(100)
+
+    async with patience.watching():
+        with patience.with_ourselves():
+            await asyncio.sleep(1000)
+            patience.lose("engine")
+            lost_with_ourselves = patience.lost_with
+        ended_s = await lost_after_s(patience)
+
+    assert (lost_with_ourselves, ended_s) == ("", 1100)
+
+
+async def test_a_turn_that_has_ended_is_not_kept_until_its_patience_would_have_ended():
+    patience = TurnPatience(100)
+    async with patience.watching():
+        patience.heard_engine()
+    kept = weakref.ref(patience)
+
+    del patience
+    gc.collect()
+
+    assert kept() is None
