@@ -37,23 +37,11 @@ _REFUSED: Mapping[str, str] = {
     "previous_input_messages": "the context has the previous messages",
     "prompt": "no prompt templates are stored here",
 }
-_REPEATED: Mapping[str, Any] = {
-    "instructions": None,
-    "max_output_tokens": None,
-    "max_tool_calls": None,
-    "metadata": None,
-    "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "reasoning": None,
-    "service_tier": "auto",
-    "temperature": None,
-    "text": None,
-    "tool_choice": "auto",
-    "tools": [],
-    "top_logprobs": None,
-    "top_p": None,
-    "user": None,
-}
+_REPEATED: Mapping[str, Any] = (
+    dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id"))
+    | dict.fromkeys(("reasoning", "temperature", "text", "top_logprobs", "top_p", "user"))
+    | {"parallel_tool_calls": True, "service_tier": "auto", "tool_choice": "auto", "tools": []}
+)
 """Fields of the request that the answer repeats, with their values where the request has none."""
 
 

@@ -61,10 +61,15 @@ class _Function(Struct, tag="function"):
     defer_loading: bool | None = None
 
 
+class _FreeText(Struct):
+    type: Literal["text"]
+    """No grammar: vLLM has none for custom tools."""
+
+
 class _Custom(Struct, tag="custom"):
     name: str
     description: str | None = None
-    format: dict[str, Any] | None = None
+    format: _FreeText | None = None
 
 
 class _Namespace(Struct, tag="namespace"):
@@ -72,23 +77,16 @@ class _Namespace(Struct, tag="namespace"):
     tools: list[_Function | _Custom]
 
 
-class _PlainText(Struct, tag="text"):
-    pass
-
-
-class _JsonObject(Struct, tag="json_object"):
-    pass
-
-
-class _JsonSchema(Struct, tag="json_schema"):
-    name: str
-    schema: dict[str, Any]
+class _Format(Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
 
 
 class _Text(Struct):
-    format: _PlainText | _JsonObject | _JsonSchema | None = None
+    format: _Format | None = None
 
 
 class _Reasoning(Struct):
@@ -156,7 +154,7 @@ def chat_fields(body: Mapping[str, Any]) -> dict[str, Any]:
         "logprobs": wants_logprobs or None,
         "top_logprobs": asked.top_logprobs if wants_logprobs else None,
     }
-    return {key: value for key, value in fields.items() if value is not None}
+    return _given(fields)
 
 
 def client_field(param: str) -> str:
@@ -181,7 +179,7 @@ def custom_input(arguments: str) -> str:
 def _read(body: Mapping[str, Any]) -> _Request:
     try:
         return msgspec.convert(body, _Request)
-    except msgspec.ValidationError as exc:
+    except ValueError as exc:  # a name with half a surrogate pair is another one than msgspec's own
         fault, _, where = str(exc).partition(" - at `$.")
         param = where.rstrip("`").removesuffix(".type") or "input"
         if re.fullmatch(r"tools\[\d+\]", param) and where.endswith(".type`"):
@@ -268,15 +266,17 @@ def _functions(tools: Sequence[_Tool]) -> Iterator[dict[str, Any]]:
             yield from (_function(asdict(one) | {"name": f"{tool.name}{_SEPARATOR}{one.name}"}) for one in named)
         elif isinstance(tool, _Function):
             yield _function(asdict(tool))
-        elif tool.format is not None and tool.format.get("type") == "grammar":
-            raise InvalidRequest("custom tools with a grammar are not supported", param="tools")
         else:
-            said = {"name": tool.name, "description": tool.description, "parameters": _CUSTOM_PARAMETERS}
-            yield _function(said)
+            yield _function(asdict(tool) | {"format": None, "parameters": _CUSTOM_PARAMETERS})
 
 
 def _function(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {key: value for key, value in said.items() if value is not None}}
+    return {"type": "function", "function": _given(said)}
+
+
+def _given(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that have a value."""
+    return {key: value for key, value in said.items() if value is not None}
 
 
 def _tool_choice(said: str | dict[str, Any] | None, tools: Sequence[dict[str, Any]], names: ToolNames) -> Any:
@@ -296,8 +296,11 @@ def _tool_choice(said: str | dict[str, Any] | None, tools: Sequence[dict[str, An
     return {"type": "function", "function": {"name": meant[0]}}
 
 
-def _response_format(said: _PlainText | _JsonObject | _JsonSchema | None) -> dict[str, Any] | None:
-    if isinstance(said, _JsonSchema):
-        schema = {key: value for key, value in asdict(said).items() if value is not None}
-        return {"type": "json_schema", "json_schema": schema}
-    return None if said is None else {"type": "json_object" if isinstance(said, _JsonObject) else "text"}
+def _response_format(said: _Format | None) -> dict[str, Any] | None:
+    if said is None:
+        return None
+    if said.type != "json_schema":
+        return {"type": said.type}
+    if said.name is None or said.schema is None:
+        raise InvalidRequest("`text.format` of type json_schema must have a `name` and a `schema`", param="text.format")
+    return {"type": said.type, "json_schema": _given(asdict(said) | {"type": None})}

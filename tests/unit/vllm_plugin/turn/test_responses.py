@@ -236,6 +236,8 @@ async def test_a_stream_that_breaks_off_commits_nothing(pod):
         ({"conversation": "mine", "input": [{"type": "item_reference", "id": "x"}]}, "invalid_request", "input[0]"),
         ({"conversation": "mine", "input": [{"role": "judge", "content": "x"}]}, "invalid_request", None),
         ({"conversation": "mine", "input": 5}, "invalid_request", None),
+        ({"conversation": "mine", "tools": [{"type": "\ud83d"}]}, "invalid_request", None),
+        ({"conversation": "mine", "reasoning": {"\ud83d": 1}}, "invalid_request", None),
         ({"previous_response_id": "resp_7_mine"}, "previous_response_not_found", "previous_response_id"),
         ({"conversation": "mine", "store": False}, "context_not_found", "conversation"),
         ({"conversation": {"id": "mine"}, "store": False}, "context_not_found", "conversation"),
@@ -272,8 +274,9 @@ async def test_a_stop_text_ends_an_answer_as_in_a_chat(pod):
 @pytest.mark.parametrize("stream", [True, False])
 async def test_reasoning_text_and_calls_are_items_of_their_own(pod, stream):
     pod.engine.reasoning, pod.engine.answer = "Hm", lambda ids: "Hello"
-    pod.engine.calls = (CALL, CALL | {"id": "c2", "function": {"name": "maps__find", "arguments": "{}"}},
-                        CALL | {"id": "c3", "function": {"name": "patch", "arguments": '{"input": "+a"}'}})  # fmt: skip
+    patch = {"name": "patch", "arguments": '{"input": "+a", "more": 1}'}
+    find = {"name": "maps__find", "arguments": "{}"}
+    pod.engine.calls = (CALL, CALL | {"id": "c2", "function": find}, CALL | {"id": "c3", "function": patch})
     space = {"type": "namespace", "name": "maps", "description": "", "tools": [TOOL | {"name": "find"}]}
     tools = [TOOL, space, {"type": "custom", "name": "patch"}]
     answer = await begin(pod, tools=tools, stream=stream)
@@ -312,6 +315,15 @@ async def test_a_prompt_alone_is_computed_and_kept(pod):
     assert answers[1].headers["x-context-mode"] == "append"
 
 
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [("messages[3].content", "input"), ("max_completion_tokens", "max_output_tokens"), ("temperature", "temperature"),
+     ("response_format.json_schema.name", "text.format"), ("reasoning_effort", "reasoning.effort")],
+)  # fmt: skip
+def test_an_error_of_a_translated_field_names_the_clients(named, told):
+    assert Responses().client_field(named) == told
+
+
 def reader(*, stream=True, **said):
     """Return a reader of one turn's answer, without a pod."""
     dialect = Responses()
@@ -335,7 +347,11 @@ USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2,
 @pytest.mark.parametrize("begun", [b"", chunk(content="He")])
 def test_a_response_that_failed_is_told_once_with_its_id_after_the_beginning(begun):
     answer = reader()
-    told = [json.loads(one.split(b"data: ")[1]) for one in (answer.feed(begun + FAULT * 2)).split(b"\n\n") if one]
+    told = [
+        json.loads(one.split(b"data: ")[1])
+        for one in (answer.feed(begun + FAULT + chunk(content="more"))).split(b"\n\n")
+        if one
+    ]
 
     assert [event["type"] for event in told[:2]] == ["response.created", "response.in_progress"]
     assert [event["type"] for event in told].count("response.created") == 1

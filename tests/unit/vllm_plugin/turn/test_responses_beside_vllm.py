@@ -31,7 +31,7 @@ from contextcache.fields import OUR_FIELDS
 from contextcache.responses import RESPONSE_FIELDS
 from vllm_plugin.turn.answer.response_output import ResponseOutput
 from vllm_plugin.turn.answer.responses import _REFUSED, _REPEATED, Responses
-from vllm_plugin.turn.prompt.response_input import _PASSED, ToolNames, chat_fields
+from vllm_plugin.turn.prompt.response_input import _PASSED, TOOLS_MAX, ToolNames, chat_fields
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello"}]}
@@ -142,6 +142,22 @@ def test_a_choice_of_no_tool_is_refused(body):
         chat("x", **body)
 
     assert refused.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", None])
+def test_a_choice_without_tools_is_not_passed_because_the_chat_refuses_it(choice):
+    translated = chat("x", tool_choice=choice, tools=[])
+
+    assert not {"tools", "tool_choice"} & translated.keys()
+    ChatCompletionRequest.model_validate(translated)
+
+
+def test_tools_of_namespaces_count_as_tools():
+    space = {"type": "namespace", "name": "n", "tools": [FUNCTION] * (TOOLS_MAX - 1)}
+
+    assert len(chat("x", tools=[FUNCTION, space])["tools"]) == TOOLS_MAX
+    with pytest.raises(InvalidRequest, match="at most 4096"):
+        chat("x", tools=[FUNCTION, FUNCTION, space])
 
 
 TRANSLATED = {"include", "input", "max_output_tokens", "reasoning", "text", "tool_choice", "tools", "top_logprobs"}
