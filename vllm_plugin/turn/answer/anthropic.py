@@ -36,6 +36,14 @@ _BILLING = "x-anthropic-billing-header"
 _THINKING_TOKENS_MIN = 1024
 _PASSED = ("model", "temperature", "top_p", "top_k", "watermarking", "vllm_xargs", "chat_template_kwargs")
 """Fields that the chat has too, and checks."""
+_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+"""Anthropic's names of a chat's fields."""
 _TOOL_FIELDS = ("description", "strict", "defer_loading")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _FAULT_CHARS_MAX = 200
@@ -179,6 +187,11 @@ class Anthropic(Dialect):
         chat = chat_of(body, self._template) | {key: body[key] for key in OUR_FIELDS if key in body}
         # Anthropic's usage has read and computed tokens, which are the whole prompt.
         return replace(read_turn(CHAT_PATH, chat, client.headers), usage=UsageFormat.OPENAI)
+
+    @override
+    def client_field(self, param: str) -> str:
+        """Return Anthropic's name of a chat's field."""
+        return _NAMES.get(param, param)
 
     @override
     def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:

@@ -286,6 +286,21 @@ async def test_a_later_system_message_is_merged_where_the_template_wants_that(tm
     assert ids[: len("<system>Be brief. It rains")] == encode("<system>Be brief. It rains")
 
 
+@pytest.mark.parametrize(("its", "param"), [("stop", "stop_sequences"), ("temperature", "temperature")])
+async def test_a_field_that_the_engine_refuses_has_the_clients_name(pod, its, param):
+    """Seen to fail: `stop`, which the client never sent."""
+
+    async def refuse(scope, request, send):
+        body = json.dumps({"error": {"message": "too many", "param": its, "code": 400}}).encode()
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    pod.engine._complete = refuse
+    answer = await ask(pod, user("Hi"), stop_sequences=["a"] * 5)
+
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
 async def test_a_context_that_is_not_there_is_not_found(pod):
     answer = await pod.ask("mine", path=PATH, max_tokens=5, messages=[user("Hi")])
 
