@@ -90,8 +90,8 @@ SETTINGS = {
         },
     ),
     "elsewhere": (
-        {"clusterDomain": "corp.internal", "discovery": {"turnPort": 8090}, "fullnameOverride": "kv"},
-        {"host": "kv-{}.llm.svc.corp.internal.", "pods_port": 8090},
+        {"clusterDomain": "corp.internal", "discovery": {"port": 8080, "turnPort": 8090}, "fullnameOverride": "kv"},
+        {"host": "kv-{}.llm.svc.corp.internal.", "port": 8080, "turn_port": 8090},
     ),
 }
 
@@ -108,7 +108,8 @@ def expected_settings(told: dict[str, Any]) -> EnvoySettings:
     return EnvoySettings(
         **{
             "gateways": [{"http": f"{gateways}:8000", "ext_proc": f"{gateways}:9002"}],
-            "pods": [f"{pods}:{told.pop('pods_port', 8010)}"],
+            "pods": [f"{pods}:{told.pop('turn_port', 8010)}"],
+            "engines": [f"{pods}:{told.pop('port', 8000)}"],
             "listen_host": "0.0.0.0",
             "listen_port": 8080,
             "metrics_listen": "0.0.0.0:9090",
