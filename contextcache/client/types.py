@@ -89,6 +89,8 @@ class ContextUsage:
     """None unless `match` is `diverge`."""
     reason: str | None = None
     truncated_tokens: int = 0
+    resumed: Sequence[Mapping[str, Any]] = ()
+    """Continuations of the answer by other engines: `at_token`, `from`, `to`, `paused_ms`."""
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 

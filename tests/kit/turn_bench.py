@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from context_manager.manager import ContextCacheManager
 from contextcache.clock import Clock, ManualClock
-from contextcache.identity import Identity, sign_identity
+from contextcache.identity import Identity, Standby, sign_identity
 from contextcache.model import SaveOutcome
 from integrations.lmcache.instead_of_sidecar import LMCacheKV
 from tests.kit.fake_vllm import FakeVllm
@@ -109,7 +109,7 @@ class Answer:
     @property
     def events(self) -> list[Any]:
         parts = [part for part in self.body.split(b"\n\n") if part]
-        return [json.loads(part[6:]) for part in parts if part != b"data: [DONE]"]
+        return [json.loads(part[6:]) for part in parts if part != b"data: [DONE]" and not part.startswith(b":")]
 
 
 class Pod:
@@ -138,13 +138,17 @@ class Pod:
         self.story = TurnStory(self.settings, self.manager, self.kv, self.clock, metrics)
         self.stuck_after = 1 << 30
         """From its so many-th message on, an answer is not read."""
+        self.standby: Standby | None = None
+        self.gone = asyncio.Event()
+        """Set when the client leaves."""
         self.on_end: Callable[[], None] = lambda: None
         """Called with the last byte of every answer."""
         self.app = TurnMiddleware(engine, story=self.story)
 
     def identity(self, session_id: str | None = None, tenant: str = "demo", *, kept: str = "") -> str:
         now = self.clock.now_ms()
-        return sign_identity(Identity(tenant, "req", now + 60_000, session_id, kept=kept), SECRET)
+        signed = Identity(tenant, "req", now + 60_000, session_id, kept=kept, standby=self.standby)
+        return sign_identity(signed, SECRET)
 
     async def create(self, tenant: str = "demo", **body: Any) -> Answer:
         return await self.post("/v1/context", {"model": "m", **body}, self.identity(tenant=tenant))
@@ -175,7 +179,8 @@ class Pod:
             if first:
                 first = False
                 return {"type": "http.request", "body": raw, "more_body": False}
-            return await asyncio.get_running_loop().create_future()
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
 
         async def send(message):
             if len(sent) >= self.stuck_after:

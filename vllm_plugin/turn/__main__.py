@@ -42,6 +42,7 @@ async def serve(
     story = compose_turns(settings, metrics, tls)
     with closing(bound_listener(settings.listen_host, settings.listen_port)) as listener:
         async with Forwarder(settings.engine_url, silence_s=settings.engine_timeout_s, tls=tls) as engine:
+            story.standbys = lambda standby: engine.at(standby.url)
             turns = TurnMiddleware(engine, story=story)
             http = HttpServer(
                 _with_own_pages(turns, registry),

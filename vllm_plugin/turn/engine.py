@@ -29,6 +29,7 @@ _BODY_IDLE_S = 60.0
 """Seconds without a byte of a request's body. A gateway sends a body in one go."""
 _TOKENIZE_DEADLINE_S = 30.0
 """A 32 MiB prompt takes seconds; anything longer is a stuck process."""
+_HEALTH_DEADLINE_S = 2.0
 _NOT_FORWARDED = frozenset(
     {
         b"content-length",
@@ -37,6 +38,7 @@ _NOT_FORWARDED = frozenset(
         b"transfer-encoding",
         b"x-context-identity",
         b"x-context-tenant",
+        b"x-context-resume",
         b"if-match",
         b"idempotency-key",
     }
@@ -94,7 +96,26 @@ class Engine:
 
     async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Make a short call and return its answer. Raises the engine's error as ours, EngineFailed at the deadline."""
-        raw, status, parts = _encode(body), 0, bytearray()
+        try:
+            status, told = await self._call("POST", path, _encode(body), deadline_s=_TOKENIZE_DEADLINE_S)
+        except TimeoutError as exc:
+            raise EngineFailed(f"{path} did not answer within {_TOKENIZE_DEADLINE_S:.0f} s") from exc
+        if status != 200:
+            raise engine_error(status, told)
+        answer = json.loads(told)
+        assert isinstance(answer, dict)
+        return answer
+
+    async def is_ready(self) -> bool:
+        """Return whether the engine says within a moment that it is healthy."""
+        try:
+            return (await self._call("GET", "/health", b"", deadline_s=_HEALTH_DEADLINE_S))[0] == 200
+        except TimeoutError:
+            return False
+
+    async def _call(self, method: str, path: str, raw: bytes, *, deadline_s: float) -> tuple[int, bytes]:
+        """Return status and body of a short call. Raises TimeoutError."""
+        status, parts = 0, bytearray()
 
         async def send(message: Message) -> None:
             nonlocal status
@@ -103,17 +124,10 @@ class Engine:
             elif message["type"] == "http.response.body":
                 parts.extend(message.get("body", b""))
 
-        try:
-            async with asyncio.timeout(_TOKENIZE_DEADLINE_S):
-                receive = body_then(raw, asyncio.get_running_loop().create_future)
-                await self._app(self._scope_for(path, raw), receive, send)
-        except TimeoutError as exc:
-            raise EngineFailed(f"{path} did not answer within {_TOKENIZE_DEADLINE_S:.0f} s") from exc
-        if status != 200:
-            raise engine_error(status, bytes(parts))
-        answer = json.loads(bytes(parts))
-        assert isinstance(answer, dict)
-        return answer
+        async with asyncio.timeout(deadline_s):
+            receive = body_then(raw, asyncio.get_running_loop().create_future)
+            await self._app({**self._scope_for(path, raw), "method": method}, receive, send)
+        return status, bytes(parts)
 
     def _scope_for(self, path: str, body: bytes) -> Scope:
         headers = [(name, value) for name, value in self._scope["headers"] if name.lower() not in _NOT_FORWARDED]

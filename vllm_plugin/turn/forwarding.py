@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator
+from copy import copy
 from types import TracebackType
 from typing import Self
 
@@ -49,6 +50,12 @@ class Forwarder:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
         )
+
+    def at(self, engine_url: str) -> Forwarder:
+        """Return another pod's engine. It shares the connections, and ends with this object."""
+        other = copy(self)
+        other._url = engine_url.rstrip("/")  # noqa: SLF001  # of this class
+        return other
 
     async def __aenter__(self) -> Self:
         return self

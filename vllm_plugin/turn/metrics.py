@@ -52,6 +52,12 @@ class TurnMetrics:
             "stopped reading. `turn`: every lease given back",
             "reason",
         )
+        self.resumed_answers = counter(
+            "resumed_answers",
+            "Answers whose engine broke off, by outcome: `standby` or `own` for each engine that continued one, else "
+            "the reason why none did",
+            "outcome",
+        )
         self.unsealed_creates = counter("unsealed_creates", "Creates that answered before their KV was durable")
         self.refusals = counter(
             "tenant_refusals", "Requests refused at a limit of their tenant, by limit: requests, bytes, quota", "limit"

@@ -74,6 +74,12 @@ class TurnSettings(TlsSettings, TracingSettings):
         description="Seconds without a byte from the engine before a turn fails. Must cover the queue, a long "
         "prompt, and a whole answer without a stream.",
     )
+    resume_timeout_s: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds for which an answer whose engine broke off waits for an engine that continues it. 0: it "
+        "ends at once. Only a turn process of its own outlives its engine.",
+    )
     drain_timeout_s: float = Field(
         60.0,
         gt=0,

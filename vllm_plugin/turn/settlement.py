@@ -92,7 +92,7 @@ class Settlement:
             return outcome
         try:
             segment = await self._answer_segment(turn, answer.result)
-            if turn.is_create:
+            if turn.is_create and not turn.holder:  # another pod's sidecar tells its own turns alone
                 await self._wait_sealed(turn)
             commit = TurnCommit(
                 tenant=session.tenant,
@@ -102,7 +102,7 @@ class Settlement:
                 keep_segments=prompt.keep_segments,
                 segments=prompt.segments + ((segment,) if segment else ()),
                 cache_ref=turn.save_ref,
-                holder=self.settings.endpoint_name,
+                holder=turn.holder or self.settings.endpoint_name,
                 repeatable=turn.request.repeatable,
                 answer=await _kept(turn, answer, usage),
                 usage=_counted(turn, usage, committed=True),
@@ -192,7 +192,7 @@ class Settlement:
 
     async def _take_load(self, turn: Turn, told: Mapping[str, Any], *, is_whole: bool) -> None:
         # Nothing was named for a create: the engine tells where it started from only if it was from something.
-        if turn.loaded is not None or not (turn.session.cache_refs or is_whole):
+        if turn.holder or turn.loaded is not None or not (turn.session.cache_refs or is_whole):
             return
         turn.loaded = await self.kv.loaded(turn.request_id, told, is_whole=is_whole)
         if turn.loaded is not None:

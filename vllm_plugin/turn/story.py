@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from contextcache.errors import (
     ModelMismatch,
     NoReadyEndpoint,
 )
-from contextcache.identity import KVTransfer
+from contextcache.identity import KVTransfer, Standby
 from contextcache.model import (
     BRANCH_LEASE_ID,
     CacheSessionMetadata,
@@ -52,12 +52,14 @@ from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.answer.delivery import Delivery
 from vllm_plugin.turn.answer.repeats import give_again
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
+from vllm_plugin.turn.engine import ASGIApp
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.prompt.composition import compose_first, compose_turn
 from vllm_plugin.turn.prompt.matching import match, under_instructions
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, with_new_messages
 from vllm_plugin.turn.prompt.transcript import Transcript
+from vllm_plugin.turn.resuming import Resuming
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.settlement import Settlement
 from vllm_plugin.turn.turn import Client, Turn
@@ -91,6 +93,8 @@ class TurnStory:
     """Begins the spans of requests; closed with the story."""
     quotas: KVSidecarClient | None = None
     """Client of the sidecar that counts a tenant's KV; None: no quotas."""
+    standbys: Callable[[Standby], ASGIApp] | None = None
+    """Returns the application of another pod's engine. None: the engine is this process, and answers end with it."""
 
     def __post_init__(self) -> None:
         """Make the parts that belong to the story; nothing is connected yet."""
@@ -200,7 +204,7 @@ class TurnStory:
     def give_up(self) -> None:
         """Let every turn that waits for its engine or its client end as if the engine had broken off."""
         for patience in tuple(self._patiences):
-            patience.lose("engine")
+            patience.lose("shutdown")
 
     async def close(self) -> None:
         """End background work and connections."""
@@ -243,17 +247,15 @@ class TurnStory:
         """Have the engine answer. Raises EngineFailed, NoReadyEndpoint when that came to no end, or took too long."""
         crash_point(BEFORE_ENGINE)
         turn.advance("engine asked")
-        client, patience = turn.client, delivery.patience
-        self._patiences.add(patience)
+        answer = Resuming(
+            turn, delivery, self.settings, self.metrics, self._patiences, self._engine_body, self.standbys
+        )
         try:
-            async with patience.watching(), client.keep_alive.filling(stream=turn.request.stream):
-                receive = patience.receive(client.receive)
-                await client.engine.generate(turn.request.path, self._engine_body(turn), receive, delivery.take)
-        except TimeoutError:
-            log.warning("engine did not end a request", extra={"session_id": turn.session.session_id})
+            async with turn.client.keep_alive.filling(stream=turn.request.stream):
+                await answer.run()
         finally:
-            self._patiences.discard(patience)
-        delivery.check_complete()
+            for left in turn.left_refs:
+                self.background.start(self.kv.interrupt(turn.session.tenant, left))
 
     def _read_ahead(self, session: CacheSessionMetadata, transcript: Transcript) -> None:
         """Have the sidecar begin to read KV before the engine asks, unless this process has served the context lately.
@@ -270,10 +272,13 @@ class TurnStory:
         if len(self._served) > _SERVED_MAX:
             del self._served[next(iter(self._served))]
 
-    def _engine_body(self, turn: Turn) -> dict[str, Any]:
-        """Return vLLM's body: the client's own fields, our prompt, and the connector's orders."""
-        request = turn.request
-        kv_transfer, salt = self._kv_order(turn)
+    def _engine_body(self, turn: Turn, known_ids: Sequence[int]) -> dict[str, Any]:
+        """Return vLLM's body: the client's own fields, our prompt, and the connector's orders.
+
+        `known_ids`: leading ids of the answer, after which the engine continues.
+        """
+        request, prompt = turn.request, [*turn.prompt.token_ids, *known_ids]
+        kv_transfer, salt = self._kv_order(turn, prompt)
         body: dict[str, Any] = {
             **request.engine_fields,
             "cache_salt": salt,
@@ -283,9 +288,9 @@ class TurnStory:
         if request.path == CHAT_PATH:
             body["messages"] = list(turn.prompt.messages)
             # vLLM 0.32 renderers/online_renderer.py: these ids are used instead of rendering the messages.
-            kv_transfer["prompt_token_ids"] = list(turn.prompt.token_ids)
+            kv_transfer["prompt_token_ids"] = prompt
         else:
-            body["prompt"] = list(turn.prompt.token_ids)
+            body["prompt"] = prompt
         if request.prefill_only:
             body["max_tokens"] = 1
             body.pop("max_completion_tokens", None)
@@ -293,7 +298,7 @@ class TurnStory:
             body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         return body
 
-    def _kv_order(self, turn: Turn) -> tuple[dict[str, Any], str]:
+    def _kv_order(self, turn: Turn, prompt: Sequence[int]) -> tuple[dict[str, Any], str]:
         """Return the connector's order and the salt.
 
         A turn that commits nothing and begins with the whole context has its KV saved under the session's name, should
@@ -305,16 +310,17 @@ class TurnStory:
         order = KVTransfer(
             tenant=session.tenant,
             session_id=session.session_id,
-            request_id=turn.request_id,
-            load=session.cache_refs,
+            # The report of the first load is the turn's.
+            request_id=f"{turn.request_id}-{len(turn.resumed)}" if turn.left_refs else turn.request_id,
+            load=(*turn.left_refs, *session.cache_refs),
             save=turn.save_ref,
             expires_at_ms=session.expires_at_ms,
             save_again_tokens=session.num_tokens if saves_again else 0,
             traceparent=kept_traceparent(),
             beginning=turn.client.identity.beginning,
-            prefix_at=turn.client.identity.prefix_at,
+            prefix_at=turn.kv_at or turn.client.identity.prefix_at,
         )
-        return self.kv.order(session, order, turn.prompt.token_ids)
+        return self.kv.order(session, order, prompt)
 
     @asynccontextmanager
     async def _taking(self, tenant: TenantId, session_id: SessionId, lease_id: str) -> AsyncIterator[None]:

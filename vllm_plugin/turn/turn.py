@@ -92,7 +92,8 @@ class Turn:
     session: CacheSessionMetadata
     lease_id: str
     save_ref: CacheRef | None
-    """Name of the KV that the turn saves; None: the turn commits nothing and holds no lease."""
+    """Name of the KV that the turn saves; None: the turn commits nothing and holds no lease. Each engine that answers
+    a part has a name of its own."""
     is_create: bool
     started_ms: int
     request_id: str = ""
@@ -101,6 +102,14 @@ class Turn:
     """Record of the answer, for a request that may come again."""
     prompt: ComposedPrompt = field(init=False)
     """Set once it is composed."""
+    left_refs: tuple[CacheRef, ...] = ()
+    """Names under which engines that broke off were saving, the last first."""
+    holder: str = ""
+    """Other pod whose engine continues the answer; empty: none."""
+    kv_at: str = ""
+    """Sidecar of this pod, for an engine of another pod."""
+    resumed: list[dict[str, str | int]] = field(default_factory=list)
+    """Each continuation by another engine: `at_token` (tokens known before), pods `from` and `to`, `paused_ms`."""
     loaded: LoadedKV | None = None
     no_kv: str = ""
     """Reason why no KV could be reused, or, after a create, why none is durable yet."""

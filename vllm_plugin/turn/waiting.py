@@ -47,7 +47,7 @@ class TurnPatience:
         self._out = asyncio.Event()
         self._limit: asyncio.Timeout | None = None
         self.lost_with = ""
-        """`engine` or `client`, once it is; empty before."""
+        """`engine`, `client` or `shutdown`, once it is; empty before."""
 
     def lose(self, whom: str) -> None:
         """End the patience; harmless outside `watching`, and while we wait for ourselves."""

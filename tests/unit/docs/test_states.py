@@ -12,7 +12,7 @@ from contextcache.phases import Phases
 from deploy.docs.states import drawn, states_diagram
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/architecture.md").read_text()
-TABLES = ("kv_sidecar.blocks.PHASES", "kv_sidecar.refs.PHASES")
+TABLES = ("kv_sidecar.blocks.PHASES", "kv_sidecar.refs.PHASES", "vllm_plugin.turn.resuming.PHASES")
 
 
 class Lamp(Enum):

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from vllm_plugin.turn.engine import Engine
     from vllm_plugin.turn.turn import Client, Turn
 
-_DONE = b"[DONE]"
+DONE = b"[DONE]"
 _ANSWER_BYTES_MAX = 256 << 20
 """Limit of a whole answer, and of the held part of a stream: ten times a long one with 20 log-probabilities a token."""
 _TOOL_CALLS_MAX = 1024
 UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
 """Errors that reading JSON of any shape may raise."""
-_GIVEN_UP = frozenset({"abort", "error"})
+GIVEN_UP = frozenset({"abort", "error"})
 """vLLM 0.32 v1/engine/__init__.py FINISH_REASON_STRINGS: the engine stopped before the answer's end. It does so
 with every request while it shuts down."""
 
@@ -42,6 +42,10 @@ class AnswerResult:
     text: str = ""
     """Text the client has seen (completions, and the content of a chat message)."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    has_reasoning: bool = False
+    """The client has seen reasoning, which is not part of the text."""
+    text_offset: int = 0
+    """Offset of the next token in the log-probabilities of a completion."""
     item_ids: list[str] = field(default_factory=list)
     """Ids of a response's output items, by which its client may send them again."""
     finish_reason: str | None = None
@@ -65,9 +69,9 @@ class AnswerResult:
 
         `prefill_only`: the answer is empty, although the engine had to sample one token.
         """
-        if self.finish_reason in _GIVEN_UP and not self.token_ids:
+        if self.finish_reason in GIVEN_UP and not self.token_ids:
             raise NoReadyEndpoint("the engine accepts no more turns", retry_after_s=1)
-        if self.finish_reason in _GIVEN_UP:
+        if self.finish_reason in GIVEN_UP:
             raise EngineFailed("the engine failed before the answer ended")
         if prefill_only:
             self.token_ids, self.text, self.tool_calls, self.completion_tokens = [], "", [], 0
@@ -90,6 +94,10 @@ class AnswerResult:
         text, self.text = self.text, ""
         text += choice.get("text") or part.get("content") or ""
         self.text = text
+        if part.get("reasoning") or part.get("reasoning_content"):
+            self.has_reasoning = True
+        if (logprobs := choice.get("logprobs")) and (offsets := logprobs.get("text_offset")):
+            self.text_offset = offsets[-1] + len(logprobs["tokens"][-1])
         for call in part.get("tool_calls") or ():
             self.take_call(call)
         if reason := choice.get("finish_reason"):
@@ -243,7 +251,7 @@ class SseAnswer:
         events = list(self._finish_events)
         if self._request.wants_usage_chunk and self._usage_event is not None:
             events.append(self._usage_event)
-        whole = (*(compact_json(event) for event in events), _DONE)
+        whole = (*(compact_json(event) for event in events), DONE)
         return [Event(b"", b"").with_data(data) for data in whole]
 
     def passing(self, event: Event, answer: dict[str, Any]) -> bytes:
@@ -260,7 +268,7 @@ class SseAnswer:
     def _take_event(self, event: Event) -> bytes:
         if event.data is None:
             return event.raw  # comments and keep-alives
-        if event.data.strip() == _DONE:
+        if event.data.strip() == DONE:
             self._done = True
             return event.raw if self.result.error and self.tells_done else b""
         if self._done:

@@ -34,12 +34,26 @@ class Delivery:
     """The client has been sent everything."""
     _start: Message = field(default_factory=dict)
     _refused: bytearray = field(default_factory=bytearray)
-    _failure: ContextCacheError | None = None
+    failure: ContextCacheError | None = None
+    """Fault of the engine's answer."""
 
     def __post_init__(self) -> None:
         """Make the reader of the engine's answer, which writes the client's."""
         self.answer = self.turn.client.dialect.answer(self.turn)
         self._client, self._recording = self.turn.client, self.turn.recording
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine has given the reason why its answer ended."""
+        return self.answer.result.finish_reason is not None or self.answer.result.error
+
+    def begin_part(self) -> None:
+        """Read on after a break, from another engine. Nothing of a whole answer has been delivered: read it anew."""
+        self.failure = None
+        self._refused.clear()
+        if not self.turn.request.stream:
+            self.answer.close()
+            self.answer = self._client.dialect.answer(self.turn)
 
     async def take(self, message: Message) -> None:
         """Take one ASGI message of the engine's.
@@ -47,12 +61,12 @@ class Delivery:
         An answer that cannot be read is remembered for `check_complete`: an exception raised here would pass through
         vLLM's own error handlers, which answer a second time.
         """
-        if self._failure is not None:
+        if self.failure is not None:
             return
         try:
             await self._take(message)
         except ContextCacheError as exc:
-            self._failure = exc
+            self.failure = exc
             if message.get("more_body"):
                 # The rest is not read: the engine need not compute it, nor the client and the session wait for it.
                 self.patience.lose("engine")
@@ -123,8 +137,8 @@ class Delivery:
 
     def check_complete(self) -> None:
         """Raise the failure, or EngineFailed when the engine ended before its answer did."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         if self.complete:
             return
         if lost_with := self.patience.lost_with:

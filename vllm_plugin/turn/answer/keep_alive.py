@@ -104,6 +104,12 @@ class KeepAlive:
             event = _error_event(self._path, bytes(body))
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
+    async def comment(self) -> None:
+        """Send a comment in a stream that has begun, whether or not the client asked for comments."""
+        async with self._sending:
+            if self.has_begun or self._is_ours:
+                await self._comment()
+
     @asynccontextmanager
     async def filling(self, *, stream: bool) -> AsyncIterator[None]:
         """Send comments into silences inside the block, where a stream is answered in it."""

@@ -121,6 +121,7 @@ def usage_object(turn: Turn, usage: TurnUsage, outcome: CommitOutcome) -> dict[s
         "diverged": at and {"message": at.message, "token": usage.context_tokens, "why": at.why.value},
         "truncated_tokens": turn.prompt.truncated_tokens or None,
         "reason": outcome.reason or turn.no_kv or None,
+        "resumed": turn.resumed or None,
     }
     context |= {name: value for name, value in rarer.items() if value is not None}
     return {

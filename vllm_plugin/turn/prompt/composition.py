@@ -135,10 +135,10 @@ async def answer_segment(engine: Engine, request: TurnRequest, result: AnswerRes
     """
     ids = tuple(result.token_ids)
     chat = request.path == CHAT_PATH
-    if result.finish_reason == "stop" and not request.engine_fields.get("include_stop_str_in_output"):
+    if result.finish_reason == "stop":
         if isinstance(result.stop_reason, str):
             ids = await _trim_to_text(engine, request.model, ids, result.text)
-        elif not chat:
+        elif not chat and not request.engine_fields.get("include_stop_str_in_output"):
             ids = ids[:-1]
     if not ids:
         return None

@@ -20,7 +20,8 @@ def usage(prompt, context, cached, loaded=None):
 
 def told(counts, outcome=COMMITTED, usage_format=UsageFormat.CONTEXT):
     prompt = SimpleNamespace(diverged=None, truncated_tokens=0)
-    return usage_object(SimpleNamespace(usage=usage_format, match="", no_kv="", prompt=prompt), counts, outcome)
+    turn = SimpleNamespace(usage=usage_format, match="", no_kv="", prompt=prompt, resumed=[])
+    return usage_object(turn, counts, outcome)
 
 
 def loaded(tokens, tier="disk", *, device=0, failed=False, reason=""):

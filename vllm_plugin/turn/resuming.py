@@ -1,0 +1,378 @@
+"""An answer that outlives its engine: the same stream continues on the restarted engine, or on another pod.
+
+Engines answer it in parts. The first part is the turn's own request. After a break, the next engine gets a request for
+the rest (`answer/rest.py`). The standby pod that the gateway named comes first, then
+the own engine as soon as it is healthy. Each part saves its KV under a name of its own, and loads the KV of the parts
+before.
+
+Bounds: two more engines an answer, and a time without an engine. A client that leaves meanwhile ends the turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from opentelemetry.trace import get_current_span
+
+from contextcache.errors import ContextCacheError, EngineFailed, NoReadyEndpoint
+from contextcache.identity import Standby
+from contextcache.names import new_cache_ref
+from contextcache.phases import Phases
+from vllm_plugin.turn.answer.chat import GIVEN_UP, UNREADABLE
+from vllm_plugin.turn.answer.delivery import Delivery
+from vllm_plugin.turn.answer.rest import (
+    REPLACED,
+    CannotResume,
+    Known,
+    PartOfStream,
+    Rest,
+    check_state,
+    closing_events,
+    held_chars,
+    rest_fields,
+    tells_tokens,
+)
+from vllm_plugin.turn.engine import ASGIApp, Engine, Message
+from vllm_plugin.turn.metrics import TurnMetrics
+from vllm_plugin.turn.settings import TurnSettings
+from vllm_plugin.turn.turn import Turn
+from vllm_plugin.turn.waiting import TurnPatience
+
+log = logging.getLogger(__name__)
+
+HEADER = "x-context-resume"
+_ENGINES_MAX = 2
+"""Engines that an answer is taken to. A request that kills engines kills no more than these."""
+_POLL_S = 0.5
+_COMMENT_S = 5.0
+_CONTEXT_TOKENS = 16
+"""Tokens before the answer with which its text is decoded: more than any character has."""
+_PARTIAL_TOKENS_MAX = 8
+"""Tokens at the end without a whole character; a character has four bytes at most."""
+
+
+class Phase(Enum):
+    """Phase of an answer."""
+
+    ANSWERING = "answering"
+    """An engine answers, or computes the prompt of the first part."""
+    PAUSED = "paused"
+    """The engine broke off; another is looked for."""
+    ASKED = "asked"
+    """Another engine is asked and has sent nothing of the rest."""
+    WHOLE = "whole"
+    LOST = "lost"
+
+
+PHASES = Phases(
+    [
+        ([Phase.ANSWERING, Phase.ASKED], "engine broke", Phase.PAUSED),
+        ([Phase.PAUSED], "rest asked", Phase.ASKED),
+        ([Phase.ASKED], "rest begun", Phase.ANSWERING),
+        ([Phase.ANSWERING, Phase.PAUSED, Phase.ASKED], "answer whole", Phase.WHOLE),
+        ([Phase.ANSWERING, Phase.PAUSED, Phase.ASKED], "given up", Phase.LOST),
+    ]
+)
+
+
+@dataclass
+class Resuming:
+    """Delivers one answer, part by part. Used by the turn's task alone."""
+
+    turn: Turn
+    delivery: Delivery
+    settings: TurnSettings
+    metrics: TurnMetrics
+    patiences: set[TurnPatience]
+    """Patiences of all turns, which end with the process."""
+    body_of: Callable[[Turn, Sequence[int]], dict[str, Any]]
+    """Returns the engine's body for a prompt that ends with these ids of the answer."""
+    standbys: Callable[[Standby], ASGIApp] | None
+    """Returns the application of another pod's engine. None: the engine is this process, and answers end with it."""
+    phase: Phase = Phase.ANSWERING
+    _num_engines: int = 0
+    _at: Standby | None = None
+    """Pod that was asked last; None: this one."""
+    _part: PartOfStream = field(default_factory=PartOfStream)
+    _rest: Rest | None = None
+    _num_known: int = 0
+    _withheld: Message | None = None
+    """End of the part, by which the reader knows that the engine gave up."""
+    _status: int = 0
+    _verdict: CannotResume | None = None
+    _has_fault: bool = False
+    """The delivery raised, not the engine."""
+    _has_left: bool = False
+    """The client closed its connection."""
+    _broke_s: float = 0.0
+    """Time of the loop at the break; 0: none since a chunk arrived."""
+
+    def __post_init__(self) -> None:
+        """Remember this pod's engine."""
+        self._own = self.turn.client.engine
+
+    async def run(self) -> None:
+        """Deliver the answer. Raises EngineFailed, NoReadyEndpoint when it came to no end, or took too long."""
+        await self._ask(())
+        while not self.delivery.complete:
+            try:
+                self._check_break()
+                self._pause()
+                if await self._finished():
+                    break
+                known = await self._find_within()
+                await self._ask_rest(known)
+            except CannotResume as exc:
+                await self._give_up(str(exc))
+                return
+        self._advance("answer whole")
+
+    def _advance(self, event: str) -> None:
+        self.phase = PHASES.after(self.phase, event)
+
+    async def _ask(self, known_ids: Sequence[int]) -> None:
+        """Have the engine answer one part, to its end or to a break."""
+        turn, patience = self.turn, TurnPatience(self.settings.engine_timeout_s)
+        body = self.body_of(turn, known_ids) | rest_fields(turn.request, len(known_ids))
+        self.delivery.patience, self._withheld, self._status = patience, None, 0
+        self.patiences.add(patience)
+        try:
+            async with patience.watching():
+                await turn.client.engine.generate(turn.request.path, body, patience.receive(self._receive), self._take)
+        except TimeoutError:
+            log.warning("engine did not end a request", extra={"session_id": turn.session.session_id})
+        except Exception as exc:
+            if self._has_fault or self.standbys is None:
+                raise
+            log.warning("engine broke off", extra={"reason": type(exc).__name__})
+        finally:
+            self.patiences.discard(patience)
+
+    async def _receive(self) -> Message:
+        message = await self.turn.client.receive()
+        self._has_left = self._has_left or message["type"] == "http.disconnect"
+        return message
+
+    async def _take(self, message: Message) -> None:
+        """Take one ASGI message of the engine's; withhold the events by which it gives up."""
+        if self.delivery.complete:
+            return
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        elif message["type"] == "http.response.body" and self._status == 200:
+            cut = self._cut(message) if self._is_cut else message
+            if cut is None:
+                return
+            message = cut
+            if self.phase is Phase.ASKED and message.get("body") and (self._is_cut or not message.get("more_body")):
+                self._note_resumed()
+        try:
+            await self.delivery.take(message)
+        except Exception:
+            self._has_fault = True
+            raise
+        if self._rest is not None and self._rest.ended:
+            self.delivery.patience.lose("engine")  # it need not compute on
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the answer is a stream that can be continued."""
+        return self.turn.request.stream and self.standbys is not None
+
+    def _cut(self, message: Message) -> Message | None:
+        """Return the part of a body that may pass."""
+        if self._withheld is not None or self._verdict is not None:
+            return None
+        try:
+            body = self._part.feed(message.get("body", b""))
+        except (CannotResume, *UNREADABLE) as exc:
+            self._verdict = exc if isinstance(exc, CannotResume) else CannotResume("unreadable")
+            self.delivery.patience.lose("engine")
+            return None
+        more = message.get("more_body", False)
+        if self._part.broke_with:
+            self._withheld = {**message, "body": self._part.broke_with, "more_body": False}
+            if more:
+                self.delivery.patience.lose("engine")
+        if self._rest is not None and self._rest.ended:
+            more = False
+        elif not more and self._withheld is None and not self._part.is_done:
+            self._withheld = {**message, "body": b"", "more_body": False}
+        return {**message, "body": body, "more_body": more or self._withheld is not None}
+
+    def _note_resumed(self) -> None:
+        """Record that the rest has begun, before its first byte is delivered."""
+        turn = self.turn
+        came_from = turn.holder or self.settings.endpoint_name
+        turn.holder = self._at.name if self._at is not None else ""
+        told: dict[str, str | int] = {
+            "at_token": self._num_known,
+            "from": came_from,
+            "to": turn.holder or self.settings.endpoint_name,
+            "paused_ms": round((asyncio.get_running_loop().time() - self._broke_s) * 1000),
+        }
+        turn.resumed.append(told)
+        self._advance("rest begun")
+        self._broke_s = 0.0
+        self.metrics.resumed_answers.labels(outcome="own" if self._at is None else "standby").inc()
+        get_current_span(turn.trace).add_event("answer resumed", told)
+        log.info("answer resumed", extra={"session_id": turn.session.session_id, **told})
+
+    def _check_break(self) -> None:
+        """Raise CannotResume unless the engine broke off and another may be asked."""
+        failure, patience = self.delivery.failure, self.delivery.patience
+        if self._has_left:
+            raise CannotResume("client")
+        if patience.lost_with not in ("", "engine"):
+            raise CannotResume(patience.lost_with)
+        if self.standbys is None:
+            raise CannotResume("same_process")
+        if self._verdict is not None:
+            raise self._verdict
+        if failure is not None and failure.http_status < 500:
+            raise CannotResume("refused")
+        gave_up = self.delivery.answer.result.finish_reason in GIVEN_UP
+        if failure is not None and self._status == 200 and not gave_up and self._withheld is None:
+            raise CannotResume("unreadable")
+        if self.turn.client.headers.get(HEADER, "").strip().lower() == "off":
+            raise CannotResume("opted_out")
+        # A standby that is not there has not been harmed by the request.
+        is_absent = self.phase is Phase.ASKED and self._at is not None and isinstance(failure, NoReadyEndpoint)
+        self._num_engines += not is_absent
+        if self._num_engines > _ENGINES_MAX:
+            raise CannotResume("limit")
+
+    def _pause(self) -> None:
+        self._advance("engine broke")
+        self._broke_s = self._broke_s or asyncio.get_running_loop().time()
+        if self.delivery.failure is not None:
+            log.warning("engine gave up", extra={"reason": self.delivery.failure.code})
+
+    async def _finished(self) -> bool:
+        """End a stream that lacks no token, only its last events; return whether there is one."""
+        result = self.delivery.answer.result
+        if not self._is_cut or result.finish_reason is None:
+            return False
+        events = closing_events(self._known(result.token_ids), len(result.token_ids))
+        await self._deliver({"type": "http.response.body", "body": events, "more_body": False})
+        return True
+
+    async def _deliver(self, message: Message) -> None:
+        """Deliver a message that no engine sends."""
+        self.delivery.patience = patience = TurnPatience(self.settings.engine_timeout_s)
+        try:
+            async with patience.watching():
+                await self.delivery.take(message)
+        except TimeoutError:
+            log.warning("client did not take its answer", extra={"session_id": self.turn.session.session_id})
+
+    async def _find_within(self) -> Known:
+        """Find an engine for the rest, while the client is there and time is left."""
+        left_s = self._broke_s + self.settings.resume_timeout_s - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            raise CannotResume("timeout")
+        patience = self.delivery.patience = TurnPatience(left_s)
+        self.patiences.add(patience)
+        leaving: asyncio.Future[Message] = asyncio.ensure_future(patience.receive(self._receive)())
+        finding = asyncio.ensure_future(self._find())
+        try:
+            async with patience.watching():
+                await asyncio.wait((leaving, finding), return_when=asyncio.FIRST_COMPLETED)
+                if finding.done():
+                    return finding.result()
+            lost_with = patience.lost_with
+            raise CannotResume("client" if self._has_left else "timeout" if lost_with == "engine" else lost_with)
+        finally:
+            self.patiences.discard(patience)
+            leaving.cancel()
+            finding.cancel()
+            await asyncio.gather(leaving, finding, return_exceptions=True)
+
+    async def _find(self) -> Known:
+        """Find an engine that decodes the known tokens. Raises CannotResume."""
+        assert self.standbys is not None
+        standby, turn, waited_s = self.turn.client.identity.standby, self.turn, 0.0
+        while True:
+            if standby is not None and self._at is None:
+                self._at, engine = standby, Engine(self.standbys(standby), turn.client.scope)
+            else:
+                self._at, engine = None, self._own
+                await asyncio.sleep(_POLL_S)
+                waited_s += _POLL_S
+                if waited_s >= _COMMENT_S:
+                    waited_s = 0.0
+                    await turn.client.keep_alive.comment()
+                if not await engine.is_ready():
+                    continue
+            turn.client.engine = engine
+            try:
+                return await self._known_at(engine)
+            except ContextCacheError as exc:
+                log.warning("engine cannot continue an answer", extra={"reason": exc.code})
+
+    async def _known_at(self, engine: Engine) -> Known:
+        """Return the part that the client has, with its text. Raises CannotResume, and the engine's errors."""
+        request, result, prompt = self.turn.request, self.delivery.answer.result, self.turn.prompt.token_ids
+        ids, shown = list(result.token_ids), result.text or result.tool_calls or result.has_reasoning
+        if not ids or not (shown or tells_tokens(request)) or not request.stream:
+            return self._known(())
+        check_state(request, result)
+        rest_fields(request, len(ids))
+        base = prompt[-_CONTEXT_TOKENS:]
+        front = await engine.detokenize(request.model, base)
+        text = await engine.detokenize(request.model, (*base, *ids))
+        for _ in range(_PARTIAL_TOKENS_MAX):
+            if text.endswith(REPLACED) and ids and not tells_tokens(request):
+                text = await engine.detokenize(request.model, (*base, *ids[:-1]))
+                del ids[-1]
+        if text.endswith(REPLACED):
+            raise CannotResume("partial_character")
+        num_held = min(held_chars(request), len(text) - len(front))
+        if not text.startswith(front + result.text) or len(text) - len(front + result.text) != num_held:
+            raise CannotResume("text")
+        return self._known(ids, text[len(front) :])
+
+    def _known(self, ids: Sequence[int], text: str = "") -> Known:
+        loaded, result = self.turn.loaded, self.delivery.answer.result
+        return Known(
+            self._part.head,
+            len(self.turn.prompt.token_ids),
+            ids,
+            text,
+            len(result.text) if ids else 0,
+            result.text_offset if ids else 0,
+            None if not ids else 0 if loaded is None else loaded.device_tokens + loaded.loaded_tokens,
+        )
+
+    async def _ask_rest(self, known: Known) -> None:
+        """Ask the engine that was found for the rest."""
+        turn, result = self.turn, self.delivery.answer.result
+        del result.token_ids[len(known.token_ids) :]
+        self._num_known = len(known.token_ids)
+        head = self._part.head
+        self._rest = Rest(turn.request, known) if head else None
+        self._part = PartOfStream(self._rest)
+        self._part.head = head
+        if turn.save_ref is not None and self._status != NoReadyEndpoint.http_status:
+            turn.left_refs, turn.save_ref = (turn.save_ref, *turn.left_refs), new_cache_ref()
+        turn.kv_at = self._at.kv_at if self._at is not None else ""
+        self.delivery.begin_part()
+        self._advance("rest asked")
+        await self._ask(known.token_ids)
+
+    async def _give_up(self, reason: str) -> None:
+        """End the answer as its engine did. Raises EngineFailed, NoReadyEndpoint."""
+        self._advance("given up")
+        if self.standbys is not None and reason != "client":
+            self.metrics.resumed_answers.labels(outcome=reason).inc()
+            log.warning("answer not resumed", extra={"session_id": self.turn.session.session_id, "reason": reason})
+        if self._withheld is not None:
+            await self._deliver(self._withheld)
+        if not self.delivery.complete:
+            self.delivery.check_complete()
+            raise EngineFailed("the engine closed the connection before its answer ended")
