@@ -8,8 +8,8 @@ from contextcache.claim import CONTAINERS_MAX
 from contextcache.errors import ContextCacheError, error_body
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
 from tests.kit.turn_bench import Pod
-from vllm_plugin.turn.answer.anthropic import Template
 from vllm_plugin.turn.engine import Engine
+from vllm_plugin.turn.prompt.message_input import Template
 
 PATH = "/v1/messages"
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Kiel"}'}}

@@ -31,7 +31,8 @@ import pytest
 
 from contextcache.errors import EngineFailed, InvalidRequest
 from tests.kit.vllm_words import anthropic_serving
-from vllm_plugin.turn.answer.anthropic import Anthropic, Template, chat_of
+from vllm_plugin.turn.answer.anthropic import Anthropic
+from vllm_plugin.turn.prompt.message_input import Template, chat_of
 from vllm_plugin.turn.prompt.request import CHAT_PATH, read_turn
 
 SERVING = anthropic_serving()
