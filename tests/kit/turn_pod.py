@@ -35,8 +35,11 @@ class TurnPod:
     """What a gateway needs of a pod, and what a test looks at."""
 
     url: str
+    """Root of its turn process."""
     port: int
     engine: FakeVllm
+    engine_url: str
+    """Root of the same engine, past the turns."""
 
 
 @asynccontextmanager
@@ -75,18 +78,26 @@ async def running_turn_pod(
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await middleware({**scope, "app": engine}, receive, send)  # as Starlette says it
 
+    try:
+        async with served(app) as port, served(_Engine(engine)) as engine_port:
+            yield TurnPod(f"http://127.0.0.1:{port}", port, engine, f"http://127.0.0.1:{engine_port}")
+    finally:
+        await story.close()
+
+
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[int]:
+    """Serve an application on a free loopback port until the block ends."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        port = listener.getsockname()[1]
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, ws="none"))
         serving = asyncio.create_task(server._serve([listener]))
         try:
-            yield TurnPod(f"http://127.0.0.1:{port}", port, engine)
+            yield listener.getsockname()[1]
         finally:
             server.should_exit = True
             await asyncio.wait_for(serving, DEADLINE_S)
-            await story.close()
 
 
 class _Engine:
