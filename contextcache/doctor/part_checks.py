@@ -55,7 +55,7 @@ def _pods(pods: Mapping[str, Any]) -> Iterator[Finding]:
     ready = {name: state for name, state in sorted(pods.items()) if state.get("ready")}
     facts = {"pods": len(pods), "ready": len(ready)}
     if away := sorted(pods.keys() - ready.keys()):
-        hint = "Run `kubectl describe pod`, then read vLLM's log."
+        hint = "Run `kubectl describe pod`, then read the logs of vLLM and of its turn process."
         yield warning("pods", f"not ready: {', '.join(away)}", hint, **facts)
     else:
         yield ok("pods", f"{len(pods)} of {len(pods)} pods are ready", **facts)

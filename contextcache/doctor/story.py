@@ -20,7 +20,7 @@ _FIRST = (
 )
 _NEXT = " In one sentence: where does a river end?"
 _RECEIPTS = ("x-session-id", "x-context-cache", "x-context-cached-tokens", "x-context-generation")
-_READ_LOGS = "Read the logs of gateway and vLLM."
+_READ_LOGS = "Read the logs of gateway, turn process and vLLM."
 _CREATE_CURES = {
     "store_unavailable": "No connection to the context manager or its Redis: read the log of context-manager.",
     "gateway_unavailable": "Check the gateway's and vLLM's pods.",

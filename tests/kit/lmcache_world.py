@@ -1,7 +1,7 @@
 """LMCache as a deployment runs it, with our plugin and nothing of our connector and sidecar: all real, on a CPU.
 
-LMCache's coordinator and server, vLLM with LMCache's own connector and our middleware on a tiny model, Valkey, manager
-and gateway. vLLM and LMCache come into an environment of their own (deploy/local/environments.py).
+LMCache's coordinator and server, vLLM with LMCache's own connector on a tiny model, our turn process before it, Valkey,
+manager and gateway. vLLM and LMCache come into an environment of their own (deploy/local/environments.py).
 """
 
 from __future__ import annotations
@@ -36,26 +36,25 @@ _QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "PYTHON
 
 
 class LMCacheWorld:
-    """A context manager; its parts are `coordinator`, `lmcache`, `manager`, `engine` and `gateway`."""
+    """A context manager; its parts are `coordinator`, `lmcache`, `manager`, `turn`, `engine` and `gateway`."""
 
-    def __init__(self, directory: Path, *, l2: Mapping[str, Any] | None = None, driven: bool = True) -> None:
-        """`l2`: LMCache's second tier, a directory by default; `driven`: our middleware knows of LMCache."""
+    def __init__(self, directory: Path, *, l2: Mapping[str, Any] | None = None) -> None:
+        """`l2`: LMCache's second tier, a directory by default."""
         self.directory = directory
         self.model = str(make_tiny_model(directory / "model", max_model_len=MAX_MODEL_LEN))
         self.environment = made(LMCACHE_NAME, LMCACHE, needed_bytes=LMCACHE_BYTES)
         (directory / "secret").write_bytes(SECRET)
         (directory / "l2").mkdir()
         self._l2 = l2 or {"type": "fs", "base_path": str(directory / "l2")}
-        self._driven = driven
-        names = ("coordinator", "lmcache", "zmq", "prometheus", "manager", "engine", "sidecar", "gateway", "metrics")
-        self.ports = {name: free_port() for name in (*names, "gateway metrics")}
+        names = ("coordinator", "lmcache", "zmq", "prometheus", "manager", "turn", "engine", "sidecar", "gateway")
+        self.ports = {name: free_port() for name in (*names, "metrics", "gateway metrics")}
         self.valkey = ValkeyServer(directory)
         self._running: dict[str, tuple[ProcessName, subprocess.Popen[bytes]]] = {}
 
     def __enter__(self) -> Self:
         try:
             self.valkey.start()
-            for part in ("coordinator", "lmcache", "manager", "engine", "gateway"):
+            for part in ("coordinator", "lmcache", "manager", "turn", "engine", "gateway"):
                 self.start(part)
         except BaseException:
             self.close()
@@ -75,7 +74,8 @@ class LMCacheWorld:
         log = self.directory / f"{part}.log"
         child = start_process(command, env=whole, cwd=self.directory, log=log)
         self._running[part] = name_of(child.pid), child
-        path = {"coordinator": "/instances", "lmcache": "/healthcheck", "engine": "/health", "gateway": "/readyz"}
+        path = {"coordinator": "/instances", "lmcache": "/healthcheck", "turn": "/healthz", "engine": "/health"}
+        path["gateway"] = "/readyz"
 
         def serves() -> bool:
             assert child.poll() is None, f"{part} ended:\n{log.read_text()[-4000:]}"
@@ -173,7 +173,6 @@ class LMCacheWorld:
             "--kv-transfer-config": json.dumps(transfer),
         }
         flags = ["--enforce-eager", "--enable-prompt-tokens-details"]
-        flags += ["--middleware", "vllm_plugin.turn.middleware.TurnMiddleware"] if self._driven else []
         python = str(self.environment / "bin" / "python")
         env = {
             "VLLM_CACHE_ROOT": str(CACHE_DIR),
@@ -185,6 +184,13 @@ class LMCacheWorld:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "VLLM_HOST_IP": HOST,
+        }
+        return (python, "-m", "vllm.entrypoints.openai.api_server", *_words(options), *flags), env
+
+    def _turn(self) -> tuple[Sequence[str], dict[str, str]]:
+        env = {
+            "TURN_ENGINE_URL": self.url("engine"),
+            "TURN_LISTEN_PORT": str(self.ports["turn"]),
             "TURN_SECRET_FILE": str(self.directory / "secret"),
             "TURN_MANAGER": f"{HOST}:{self.ports['manager']}",
             "TURN_ENDPOINT_NAME": "pod-0",
@@ -194,10 +200,11 @@ class LMCacheWorld:
             "TURN_LMCACHE_MODEL": self.model,
             "TURN_LMCACHE_LISTEN": f"{HOST}:{self.ports['sidecar']}",
         }
-        return (python, "-m", "vllm.entrypoints.openai.api_server", *_words(options), *flags), env
+        return (sys.executable, "-m", "vllm_plugin.turn"), env
 
     def _gateway(self) -> tuple[Sequence[str], dict[str, str]]:
-        pod = {"name": "pod-0", "url": self.url("engine"), "sidecar": f"{HOST}:{self.ports['sidecar']}"}
+        pod = {"name": "pod-0", "url": self.url("engine"), "turn_url": self.url("turn")}
+        pod["sidecar"] = f"{HOST}:{self.ports['sidecar']}"
         env = {
             "GATEWAY_HOST": HOST,
             "GATEWAY_PORT": str(self.ports["gateway"]),

@@ -116,6 +116,8 @@ def test_kv_outlives_an_engine_that_was_killed(world, asker):
     create = asker.create(new_prompt())
     asker.wait_kept(create["session_id"], 3)
     world.kill("engine")
+    world.kill("turn")
+    world.start("turn")
     world.start("engine")
 
     warm = asker.ask(create["session_id"], [5, 6, 7])
@@ -131,8 +133,10 @@ def test_kv_outlives_engine_and_lmcache_and_is_prefetched_from_disk(world, asker
     create = asker.create(new_prompt())
     asker.wait_kept(create["session_id"], 3)
     world.kill("engine")
+    world.kill("turn")
     world.kill("lmcache")
     world.start("lmcache")
+    world.start("turn")
     world.start("engine")
 
     warm = asker.ask(create["session_id"], [5, 6, 7])

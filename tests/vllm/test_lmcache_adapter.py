@@ -150,10 +150,12 @@ def test_a_context_outlives_engine_lmcache_and_sidecar_and_leaves_no_byte(tmp_pa
             asker.wait_kept(create["session_id"], 3)
             assert len(sidecar.block_files()) == 3
             world.kill("engine")
+            world.kill("turn")
             world.kill("lmcache")
             sidecar.kill()
             sidecar.start()
             world.start("lmcache")
+            world.start("turn")
             world.start("engine")
 
             warm = asker.ask(create["session_id"], [5, 6, 7])
