@@ -17,6 +17,8 @@ from contextcache.model import SegmentKind
 from tests.kit.engine_calls import known_calls
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import Pod
+from vllm_plugin.turn.answer.rest import rest_fields
+from vllm_plugin.turn.prompt.request import read_turn
 
 DOCUMENTED = json.loads(Path(__file__).with_name("engine_routes.json").read_text())
 PYTHON = DOCUMENTED["0.32.0"]
@@ -65,11 +67,12 @@ RESPONSE = {
     "temperature": 1,
     "top_p": 1,
 }
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 NAMED = {"context_create": "if_missing"}
 TURNS = {
     "ids": ("/v1/completions", {"prompt": [72, 105], "max_tokens": 9, **NAMED}),
     "completion": ("/v1/completions", {"prompt": "Hi", "max_tokens": 9, **NAMED}),
-    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **NAMED}),
+    "chat": ("/v1/chat/completions", {**CHAT, **NAMED}),
     "messages": ("/v1/messages", {**MESSAGES, **NAMED}),
     "responses": ("/v1/responses", RESPONSE),
 }
@@ -158,6 +161,11 @@ async def test_the_fields_that_a_turn_sends_are_the_documented_ones(pod):
     for dialect in TURNS:
         for stream in (False, True):
             await _two_turns(pod, dialect, stream=stream, name=f"{dialect}-{stream}")
+
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        asked = {"model": "m", "prompt": "Hi"} if path == "/v1/completions" else {"model": "m", **CHAT}
+        request = read_turn(path, asked | {"stop": ["end"], "max_tokens": 9}, {})
+        pod.engine.sent[f"POST {path}"] |= rest_fields(request, 1).keys()
 
     assert pod.engine.sent == {route: set(kinds["sent"]) for route, kinds in PYTHON.items() if route.startswith("POST")}
 
