@@ -38,6 +38,7 @@ RESYNC_S = 300.0
 DRAIN_ANNOTATION = "context-cache.io/drain"
 INJECTED_ANNOTATION = "context-cache.io/injected"
 SIDECAR_CONTAINER = "kv-sidecar"
+TURN_CONTAINER = "turn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class PodFacts:
     leaving: bool
     """True: the pod is being deleted, or annotated to drain."""
     has_sidecar: bool
+    has_turn: bool
+    """False: the turn runs in vLLM's API server, as in pods of release 0.1.0, whatever ports the Service lists."""
 
 
 class KubernetesEndpoints:
@@ -147,11 +150,11 @@ def pod_of(pod: KubernetesObject) -> PodFacts:
     """Return the facts of a Pod (v1)."""
     metadata, spec = pod.get("metadata") or {}, pod.get("spec") or {}
     annotations = metadata.get("annotations") or {}
-    containers = [*_entries(spec, "initContainers"), *_entries(spec, "containers")]
+    containers = {one.get("name") for field in ("initContainers", "containers") for one in _entries(spec, field)}
     return PodFacts(
         leaving=bool(metadata.get("deletionTimestamp")) or annotations.get(DRAIN_ANNOTATION) == "true",
-        has_sidecar=bool(annotations.get(INJECTED_ANNOTATION))
-        or any(container.get("name") == SIDECAR_CONTAINER for container in containers),
+        has_sidecar=bool(annotations.get(INJECTED_ANNOTATION)) or SIDECAR_CONTAINER in containers,
+        has_turn=TURN_CONTAINER in containers,
     )
 
 
@@ -174,7 +177,8 @@ def _endpoint(name: str, entries: list[SliceAddress], pod: PodFacts | None, rule
     best = entries[0]
     # Two Services may select the pod, and only one of them have the sidecar's port, or the turn process's.
     sidecars = [entry.at(rules.sidecar_port_name) for entry in entries if pod is None or pod.has_sidecar]
-    turn = next(filter(None, (entry.at(rules.turn_port_name) for entry in entries)), "")
+    turns = [entry.at(rules.turn_port_name) for entry in entries if pod is None or pod.has_turn]
+    turn = next(filter(None, turns), "")
     return Endpoint(
         name,
         f"{rules.scheme}://{best.at(rules.port_name)}",

@@ -132,6 +132,16 @@ def test_the_turn_process_may_be_in_another_service_and_speaks_the_scheme_of_the
     assert discovered(*slices, scheme="https")[0].turn_url == "https://10.0.0.1:8010"
 
 
+@pytest.mark.parametrize(("container", "turn_url"), [("turn", "http://10.0.0.1:8010"), ("proxy", A.url)])
+def test_a_pod_without_the_container_has_no_turn_process_whatever_the_service_says(container, turn_url):
+    """Seen failing: during an upgrade from 0.1.0 no old pod was healthy, as nothing answered at its turn port."""
+    pod = pod_object("a")
+    pod["spec"]["containers"].append({"name": container})
+    found = discovered(with_turn_port(slice_object("s", slice_entry("a", "10.0.0.1"))), pods=[pod])
+
+    assert [endpoint.turn_url for endpoint in found] == [turn_url]
+
+
 def test_without_the_port_the_turn_runs_in_vllms_api_server():
     assert (A.turn_url, A.turn_address, A.has_turn_process) == (A.url, A.address, False)
     assert Endpoint("a", A.url, turn_url="http://10.0.0.1:8010").has_turn_process
