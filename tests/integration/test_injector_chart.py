@@ -76,7 +76,8 @@ def test_what_is_added_satisfies_pod_security_restricted(tmp_path, name):
     pod = pod_for(RELEASES[name])
     after = apply_patch(pod, injection_patch(pod, parts))
 
-    for container in after["spec"]["initContainers"]:
+    turn = after["spec"]["containers"][-1]
+    for container in (*after["spec"]["initContainers"], turn):
         context = container["securityContext"]
         assert context.items() >= RESTRICTED.items()
         assert context["capabilities"]["drop"] == ["ALL"]
@@ -115,6 +116,7 @@ def test_the_connector_of_an_injected_pod_is_that_of_the_charts_own_engine(tmp_p
     said = next(arg.partition("=")[2] for arg in args if arg.startswith("--kv-transfer-config="))
     assert config == json.loads(said)
     assert parts.sidecar["env"] == own["initContainers"][0]["env"]
+    assert parts.turn["env"] == own["containers"][1]["env"]
 
 
 @pytest.mark.parametrize("helm", [HELM_3, HELM_4], ids=["helm 3", "helm 4"])
@@ -200,8 +202,9 @@ def test_default_parts_decide_as_those_of_the_charts_default_values(tmp_path):
     """`doctor --would-inject` without a release: names, ports, mounts and arguments are the chart's."""
 
     def deciding(parts):
-        ports = [port["containerPort"] for port in parts.sidecar["ports"]]
-        names = parts.payload["name"], parts.sidecar["name"], [volume["name"] for volume in parts.volumes]
+        ours = (parts.payload, parts.sidecar, parts.turn)
+        ports = [port["containerPort"] for container in ours for port in container.get("ports", [])]
+        names = [container["name"] for container in ours], [volume["name"] for volume in parts.volumes]
         options = [word for word in parts.arguments if word.startswith("--")]
         return names, ports, parts.port, parts.https, parts.mounts, options, parts.python_path, parts.engines
 
