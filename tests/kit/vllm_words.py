@@ -1,4 +1,4 @@
-"""vLLM's own converters of other dialects over a toy engine: the code that a pod runs, without what it is served by."""
+"""vLLM's own converters of `/v1/messages`, with which ours are compared."""
 
 from __future__ import annotations
 
