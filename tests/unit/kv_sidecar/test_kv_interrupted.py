@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from contextcache.clock import ManualClock
-from contextcache.errors import CacheRefNotFound, ContextDeleted, ContextExists, InvalidRequest
+from contextcache.errors import CacheRefNotFound, ContextDeleted, ContextExists, InvalidRequest, StorageFull
 from contextcache.model import KVGroup
 from contextcache.names import new_cache_ref, prompt_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
@@ -18,7 +18,7 @@ from kv_sidecar.catalog import ForkTerms
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.format.manifest import decode_manifest, encode_manifest
 from kv_sidecar.saves import FailedSave, NewSave
-from tests.kit.kv_blocks import BORROWER, FINGERPRINT, SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
+from tests.kit.kv_blocks import BORROWER, FINGERPRINT, SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save, written
 from tests.unit.kv_sidecar.test_kv_orphans import AFTER_S, FakeManager, pass_after
 
 TOKENS = tuple(range(1, 19))
@@ -149,6 +149,31 @@ async def test_it_makes_room_for_contexts_although_it_was_used_last(tmp_path: Pa
 
         assert kv.manifest_files() == {context.cache_ref, third.cache_ref}
         assert new.cache_ref not in kv.manifest_files()
+
+
+async def test_its_save_evicts_no_context(tmp_path: Path) -> None:
+    async with SidecarUnderTest(tmp_path, spare_ms=0) as kv:
+        context = await kv.save(tuple(range(100, 118)), session_id="ctx_2")
+        one_bytes = kv.disk_bytes()
+    async with SidecarUnderTest(tmp_path, spare_ms=0, disk_limit_bytes=round(1.5 * one_bytes)) as kv:
+        with pytest.raises(StorageFull):
+            await interrupted(kv, "before")
+
+        assert kv.manifest_files() == {context.cache_ref}
+
+
+@pytest.mark.parametrize(("when", "is_written"), [("before", False), ("during", False), ("after", True)])
+async def test_the_shared_store_gets_what_was_sealed_before_and_hears_of_its_end(
+    tmp_path: Path, clock: ManualClock, when: str, is_written: bool
+) -> None:
+    store = {"store_url": f"file://{tmp_path}/store", "orphan_after_s": 100 * LIFE_S}
+    async with SidecarUnderTest(tmp_path / "a", clock=clock, **store) as kv:
+        new = await interrupted(kv, when)
+        await written(kv)
+        found = await kv.sidecar.shared.stored.manifest(TENANT, new.cache_ref)
+
+    assert (found is not None) == is_written
+    assert found is None or (found.expires_at_ms, found.interrupted) == (clock.now_ms() + LIFE_S * 1000, True)
 
 
 async def test_its_blocks_count_for_the_tenant_and_give_way_to_its_contexts(tmp_path: Path) -> None:
@@ -345,3 +370,24 @@ async def test_saves_of_another_engine_and_pulls_go_on(kv: SidecarUnderTest) -> 
     kv.memory.borrowers.add(BORROWER)
     await kv.send_all(pulled)
     assert await kv.catalog.seal(pulled.cache_ref, 0)
+
+
+async def test_a_file_on_its_way_to_the_disk_counts(kv: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = announced(kv)
+    await kv.catalog.prepare_save(new)
+    write, gate = kv.sidecar.threads.write, asyncio.Event()
+
+    async def slow(work: object, *args: object) -> object:
+        await gate.wait()
+        return await write(work, *args)  # type: ignore[arg-type]  # as it came
+
+    monkeypatch.setattr(kv.sidecar.threads, "write", slow)
+    sending = asyncio.create_task(kv.send(new, 0))
+    while not any(block.over for block in kv.blocks):
+        await asyncio.sleep(0)
+    ending = asyncio.create_task(end_engine(kv))
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(sending, ending)
+
+    assert await tokens_of(kv, new) == TOKENS[:4]

@@ -160,9 +160,11 @@ async def test_what_the_peer_has_not_sealed_stays_where_it_was(kv, sessions, lea
     assert not [note for note in sessions.noted if note[2]]
 
 
-async def test_kv_that_no_session_names_and_kv_of_plain_requests_are_left(kv, sessions, leave):
+async def test_kv_that_no_session_names_and_kv_of_plain_or_interrupted_requests_is_left(kv, sessions, leave):
     refs = await three(kv)
     await kv.save(tuple(range(300, 310)), session_id="kept_" + "0" * 32)
+    interrupted = await kv.save(tuple(range(400, 410)), session_id="ctx_400")
+    await kv.catalog.interrupt(interrupted.tenant, interrupted.cache_ref)
     sessions.gone = {"ctx_100"}
     taker = peer()
 
