@@ -47,7 +47,7 @@ class GatewaySettings(TlsSettings, TracingSettings):
     """gRPC address of the context manager."""
     endpoints: tuple[EndpointSettings, ...] = ()
     """JSON list of the pods: {"name", "url", "sidecar": gRPC address or "", "draining": false, "turn_url": URL of the
-    pod's turn process}. An empty turn_url is the same as url: the turn runs in vLLM's API server."""
+    pod's turn process}. Without a turn_url, all requests go to url."""
     endpoints_file: Path | None = None
     """JSON file with such a list, instead of GATEWAY_ENDPOINTS. The gateway reads it again when it changes."""
     kubernetes_service_selector: str = ""
@@ -60,8 +60,8 @@ class GatewaySettings(TlsSettings, TracingSettings):
     kubernetes_sidecar_port_name: str = "kv-grpc"
     """Name of the Service port for the kv-sidecar's gRPC. A pod without this port has no sidecar."""
     kubernetes_turn_port_name: str = "turn"
-    """Name of the Service port for the pod's turn process. In a pod without this port the turn runs in vLLM's API
-    server."""
+    """Name of the Service port for the pod's turn process. A pod without this port gets all requests at the port of
+    vLLM's HTTP API."""
     kubernetes_scheme: Literal["http", "https"] = "http"
     """Scheme of vLLM's HTTP API and of the turn process."""
     tls_clients: Literal["required", "none"] = "required"

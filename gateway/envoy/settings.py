@@ -75,9 +75,9 @@ class EnvoySettings(ProcessSettings):
     gateways: tuple[GatewayAddress, ...] = Field(min_length=1)
     """JSON list of the gateways, "host:http port,host:ext_proc port"."""
     pods: tuple[Address, ...] = Field(min_length=1)
-    """JSON list of the pods' turn processes, host:port. A pod whose turn runs in vLLM's API server is listed with that
-    server. Envoy finds the address that the gateway chose by IP and port. A pod that the gateway knows by name
-    therefore gets only requests without a chosen pod."""
+    """JSON list of the pods' turn processes, host:port. A pod without one is listed with its vLLM. Envoy finds the
+    address that the gateway chose by IP and port. A pod that the gateway knows by name therefore gets only requests
+    without a chosen pod."""
     engines: tuple[Address, ...] = ()
     """JSON list of the vLLM servers behind the turn processes, host:port. Envoy sends a request there only if the
     gateway chose that address. Empty: all requests go to the turn processes."""

@@ -59,8 +59,7 @@ class Endpoint:
     draining: bool = False
     """True: the pod finishes its requests and gets no new ones while another pod is ready."""
     turn_url: str = ""
-    """Root of its turn process, without a trailing slash. Empty, and then equal to `url`: the turn runs in vLLM's API
-    server."""
+    """Root of its turn process, without a trailing slash. Empty, and then equal to `url`: the pod has one address."""
 
     address: str = field(init=False, compare=False)
     """`host:port` of vLLM's HTTP API, a name of the pod in proxies."""
