@@ -1,7 +1,7 @@
 """Signed tokens between processes: a client cannot forge the facts that they carry. Pure.
 
 A token is `v1.<base64url of JSON>.<hex HMAC-SHA256>`. The MAC covers a purpose, so a token made for one use is refused
-for another. The gateway signs an `Identity` into `x-context-identity`. The turn middleware signs a `KVTransfer` into
+for another. The gateway signs an `Identity` into `x-context-identity`. The turn process signs a `KVTransfer` into
 `kv_transfer_params`; the connector obeys nothing else.
 """
 
@@ -156,7 +156,7 @@ def sign_kv_transfer(transfer: KVTransfer, secret: bytes) -> str:
 
 
 def verify_kv_transfer(token: str, secret: bytes) -> KVTransfer:
-    """Return the order that the turn middleware signed. Raises ForgedIdentity."""
+    """Return the order that the turn process signed. Raises ForgedIdentity."""
     return _verified(_KV_TRANSFER, KVTransfer, token, secret)
 
 

@@ -90,7 +90,7 @@ _Method: TypeAlias = Callable[
 
 
 class KVSidecarClient:
-    """Client of the gateway and the turn middleware. Connects at the first call, in the event loop of that call."""
+    """Client of the gateway and the turn process. Connects at the first call, in the event loop of that call."""
 
     def __init__(self, address: str, *, timeout_s: float = 2.0, tls: WatchedTls | None = None) -> None:
         """`address` is `host:port` or `unix:///path`; `timeout_s` bounds each call, plus its wait in the sidecar."""

@@ -1,6 +1,6 @@
 """Where the connector can be told to die: on the way of a save out of the engine, and of a load into it.
 
-The turn middleware's points are its own (`vllm_plugin/turn`).
+The turn process's points are its own (`vllm_plugin/turn`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _FRONT_WAYS = {
     "litellm": "litellm",
 }
 _PROCESSES = {"gateway": "gateway (behind Envoy)", "manager": "context-manager, to route it", "envoy": "Envoy"}
-_COSTS = {"redis_us": "Redis", "manager_cpu_us": "the manager", "pod_cpu_us": "the API server"}
+_COSTS = {"redis_us": "Redis", "manager_cpu_us": "the manager", "pod_cpu_us": "the turn process"}
 _OVERHEAD = {
     "ttft": "time to the first token",
     "request": "whole request",

@@ -263,7 +263,7 @@ class Stack:
 
         def envoy_sees() -> bool:
             healthy = readiness.envoy_hosts(f"http://{LOOPBACK}:{settings.ports.envoy_admin}", "pods")
-            return envoy.is_ready() and len(healthy) == len(endpoints)
+            return envoy.is_ready() and len(healthy) == 2 * len(endpoints)  # vLLM and the turn process
 
         for part, sees in ((gateway, gateway_sees), (envoy, envoy_sees)):
             self._await(

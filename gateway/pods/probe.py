@@ -57,7 +57,7 @@ class HttpProbe:
                     return Health(healthy=False)
                 in_flight = answer.headers.get(IN_FLIGHT_HEADER)
                 if in_flight is None and endpoint.sidecar:
-                    # vLLM runs without our middleware (ADR 0112), and would ignore a `session_id`.
+                    # Not a turn process but vLLM, which would ignore a `session_id` (ADR 0112).
                     return Health(healthy=False)
                 limits_tenants = LIMITS_HEADER in answer.headers
                 skew_s = clock_skew_s(answer.headers.get("date", ""), now_ms=self.clock.now_ms())

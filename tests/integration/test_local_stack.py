@@ -197,7 +197,8 @@ def test_two_engines_are_seen_and_get_requests_but_for_one_that_drains_or_is_gon
         ready = [known.get(name, {}).get("ready") for name in ("engine-0", "engine-1")]
         return ready, envoy_hosts(admin, PODS), len(envoy_hosts(admin, PLUGIN))
 
-    addresses = [url.removeprefix("http://") for url in pair.turn_urls]
+    both = zip(pair.engine_urls, pair.turn_urls, strict=True)
+    addresses = [[url.removeprefix("http://") for url in urls] for urls in both]
 
     def until_seen(ready, hosts):
         wait_until(
@@ -211,7 +212,7 @@ def test_two_engines_are_seen_and_get_requests_but_for_one_that_drains_or_is_gon
         with stub_engine(pair.engine_urls[0]) as first:
             with stub_engine(pair.engine_urls[1]) as second:
                 pair.up([name for name in part_names(2) if not name.startswith("engine")])
-                until_seen([True, True], addresses)
+                until_seen([True, True], [*addresses[0], *addresses[1]])
                 pair.drain("engine")
                 first.clear()
                 second.clear()
@@ -226,12 +227,12 @@ def test_two_engines_are_seen_and_get_requests_but_for_one_that_drains_or_is_gon
                 pair.drain("engine", draining=False)
                 pair.kill("envoy")
                 pair.start("envoy")
-                until_seen([True, True], addresses)
+                until_seen([True, True], [*addresses[0], *addresses[1]])
                 first.clear()
 
                 assert ask_models(pair) == 200
                 assert len(first) == 1
-            until_seen([True, False], addresses[:1])
+            until_seen([True, False], addresses[0])
 
         assert gateway_endpoints("http://127.0.0.1:1") == {}
         assert envoy_hosts("http://127.0.0.1:1", PODS) == set()

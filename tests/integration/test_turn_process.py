@@ -15,7 +15,9 @@ import aiohttp
 import pytest
 import uvicorn
 
+from context_manager.client import ContextManagerClient
 from contextcache.clock import SystemClock
+from contextcache.errors import ContextNotFound
 from contextcache.identity import Identity, sign_identity
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.gateway_parts import SECRET
@@ -229,6 +231,29 @@ async def served(app):
 
 CHAT = [{"messages": [{"role": "user", "content": text}]} for text in ("Hello", "And?")]
 TEXT = [{"prompt": "Hello"}, {"prompt": " there"}]
+
+
+async def test_at_its_end_it_gives_back_the_lease_of_a_client_that_left(http, tmp_path: Path, valkey):
+    """Seen failing without `story.close`: the session was busy until the lease ended by itself."""
+    vllm = FakeVllm(answer=lambda ids: "Hi", pause=asyncio.Event())
+    async with (
+        running_manager_process(tmp_path, valkey.url) as manager,
+        served(vllm) as url,
+        running_turn_process(tmp_path, url, TURN_MANAGER=manager.address, TURN_LEASE_TTL_MS="600000") as turn,
+    ):
+        identity = Identity("demo", "req", SystemClock().now_ms() + 60_000)
+        signed = {"x-context-identity": sign_identity(identity, SECRET)}
+        body = {"model": "m", "prompt": "Hello", "stream": True, "session_id": "mine"}
+        answer = await http.post(f"{turn.url}/v1/context", json=body, headers=signed)
+        assert b"H" in await answer.content.readany()
+        turn.terminate()
+        answer.close()
+        assert await turn.ended() == 0
+        vllm.pause.set()
+        client = ContextManagerClient(manager.address)
+        with pytest.raises(ContextNotFound):  # not ContextBusy: the reservation is gone
+            await client.begin_turn("demo", "mine", lease_id="l", lease_ttl_ms=1000)
+        await client.close()
 
 
 @pytest.mark.parametrize(("path", "texts"), [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)])

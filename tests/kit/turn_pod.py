@@ -73,10 +73,7 @@ async def running_turn_pod(
         quotas,
     )
     engine = FakeVllm() if engine is None else engine
-    middleware = TurnMiddleware(_Engine(engine), story=story)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await middleware({**scope, "app": engine}, receive, send)  # as Starlette says it
+    app = TurnMiddleware(_Engine(engine), story=story)
 
     try:
         async with served(app) as port, served(_Engine(engine)) as engine_port:

@@ -473,7 +473,7 @@ class SchedulerSide:
         self._tracer.close()
 
     def _verified(self, request: Any) -> KVTransfer | None:
-        """Return the turn middleware's signed order, or None: no token, or a forged one."""
+        """Return the turn's signed order, or None: no token, or a forged one."""
         params = request.kv_transfer_params
         token = params.get(KV_TRANSFER_KEY) if isinstance(params, dict) else None
         if not isinstance(token, str):

@@ -59,7 +59,7 @@ async def serve(
                 on_started(port)
             try:
                 await until_stopped(serving, stop)
-                turns.draining.begin(asyncio.get_running_loop())
+                turns.draining.begin()
                 log.info("turn draining")
                 await http.finish_requests(within_s=settings.drain_timeout_s + GRACE_S)
             finally:

@@ -3,9 +3,12 @@
 A sidecar that is silent, or has no quotas, refuses no request: a client never pays for a fault of the cache.
 
 Large bodies reach the engine one at a time, a tenant's never before another tenant's that waits. vLLM reads and checks
-a body in one step of the event loop: for as long as that takes, every other request of the pod waits, and the probe
+a body in one step of its event loop: for as long as that takes, every other request of the pod waits, and the probe
 too. Rules: the next large body is handed over when the last one has been read and the loop had as long for others. Of
 each tenant one body waits in that queue. A body that is read within REST_FROM_S costs no rest.
+
+The engine's loop is asked _ASKED_TIMES in a row after each large body: the slowest answer waited for the body to be
+read, and the fastest tells how busy the loop is with other work.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -41,6 +45,10 @@ _UNASKED_MS = 10_000
 
 
 REST_FROM_S = 0.02
+_ASKED_TIMES = 3
+"""The first answer may overtake the last bytes of a body, which are on another connection."""
+_READ_S = 30.0
+"""Deadline for the engine to read a body."""
 
 
 class TurnAdmission(TenantsInHand):
@@ -87,24 +95,35 @@ class TurnAdmission(TenantsInHand):
 
 @dataclass
 class BodyQueue:
-    """Hands over the large bodies of one API server process."""
+    """Hands over the large bodies of one turn process."""
 
+    ask_engine: Callable[[], Awaitable[object]]
+    """Asks the engine's event loop for a short answer."""
     clock_s: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _engine: asyncio.Lock = field(default_factory=asyncio.Lock)
     _of_tenant: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     """Locks by tenant, while a body of the tenant waits."""
     _free_at_s: float = 0.0
+    _reading: asyncio.Task[None] | None = None
+    """Holds the engine until it has read the last large body."""
 
-    def receive(self, tenant: str, receive: Receive) -> Receive:
-        """Return a `receive` that holds the last piece of a large body until its turn."""
-        size_bytes = 0
+    @contextmanager
+    def receive(self, tenant: str, receive: Receive) -> Iterator[Receive]:
+        """Give the block a `receive` that holds the last piece of a large body until its turn.
+
+        An application that has sent that piece to the engine calls it again.
+        """
+        size_bytes, is_whole, sent = 0, False, asyncio.Event()
 
         async def handed() -> Message:
-            nonlocal size_bytes
+            nonlocal size_bytes, is_whole
+            if is_whole:
+                sent.set()
             message = await receive()
             size_bytes += len(message.get("body", b""))
-            if size_bytes >= QUEUED_BYTES and message["type"] == "http.request" and not message.get("more_body", False):
+            is_whole = message["type"] == "http.request" and not message.get("more_body", False)
+            if size_bytes >= QUEUED_BYTES and is_whole:
                 async with self._of_tenant.setdefault(tenant, asyncio.Lock()):
                     await self._engine.acquire()
                     try:
@@ -113,14 +132,25 @@ class BodyQueue:
                     except BaseException:
                         self._engine.release()
                         raise
-                    # The engine parses the body before the loop runs this callback.
-                    asyncio.get_running_loop().call_soon(self._was_read, self.clock_s())
+                    self._reading = asyncio.create_task(self._hold_until_read(sent))
             return message
 
-        return handed
+        try:
+            yield handed
+        finally:
+            sent.set()
 
-    def _was_read(self, begun_s: float) -> None:
-        ended_s = self.clock_s()
-        took_s = ended_s - begun_s
-        self._free_at_s = ended_s + took_s if took_s >= REST_FROM_S else 0.0
+    async def _hold_until_read(self, sent: asyncio.Event) -> None:
+        took_s: list[float] = [0.0]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_READ_S):
+                await sent.wait()
+                took_s = [await self._asked_s() for _ in range(_ASKED_TIMES)]
+        read_s = max(took_s) - min(took_s)
+        self._free_at_s = self.clock_s() + read_s if read_s >= REST_FROM_S else 0.0
         self._engine.release()
+
+    async def _asked_s(self) -> float:
+        asked_s = self.clock_s()
+        await self.ask_engine()
+        return self.clock_s() - asked_s

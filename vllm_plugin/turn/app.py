@@ -14,7 +14,7 @@ from vllm_plugin.turn.sidecar_kv import SidecarKV
 from vllm_plugin.turn.story import TurnStory
 
 TRANSCRIPT_BYTES_MAX = 128 << 20
-"""Of one API server process: at some 8 bytes a token the transcripts of 16 million tokens, more than a host has
+"""Of one turn process: at some 8 bytes a token the transcripts of 16 million tokens, more than a host has
 memory for the KV of (2 TiB with an 8B model). A transcript that does not fit costs its next turn one whole reading."""
 
 

@@ -1,4 +1,4 @@
-"""Where an API server can be told to die in the course of a turn, in order."""
+"""Where a turn process can be told to die in the course of a turn, in order."""
 
 from __future__ import annotations
 

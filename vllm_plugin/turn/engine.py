@@ -1,8 +1,7 @@
-"""vLLM's own HTTP surface, called in process: tokenise, detokenise, generate.
+"""vLLM's own HTTP routes, called as an ASGI application: tokenise, detokenise, generate.
 
 Only public routes are used (`/tokenize`, `/detokenize`, `/v1/completions`, `/v1/chat/completions`), so that nothing
-here depends on vLLM's classes. A call starts from a copy of the client's scope, because Starlette needs its `app` and
-`state`.
+here depends on vLLM's classes. A call starts from a copy of the client's scope: its headers reach vLLM too.
 """
 
 from __future__ import annotations
@@ -144,6 +143,15 @@ class Engine:
             "query_string": b"",
             "headers": headers,
         }
+
+
+async def ping(app: ASGIApp) -> None:
+    """Have the engine's event loop answer a short request."""
+    scope = {"type": "http", "method": "GET", "path": "/health", "query_string": b"", "headers": []}
+
+    async def ignore(_message: Message) -> None: ...
+
+    await app(scope, body_then(b"", asyncio.get_running_loop().create_future), ignore)
 
 
 async def send_error(send: Send, error: ContextCacheError) -> None:

@@ -1,4 +1,4 @@
-"""vLLM behind HTTP, as the ASGI application that the turn middleware wraps. Bytes pass unread in both directions.
+"""vLLM behind HTTP, as the ASGI application that the middleware wraps. Bytes pass unread in both directions.
 
 A client that leaves has its connection to vLLM closed, which ends its request in the engine. An answer that breaks off
 has no last message, so the server closes the client's connection too: a cut answer never looks whole.

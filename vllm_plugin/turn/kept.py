@@ -27,7 +27,7 @@ _REQUEST_ID_CHARS = 64
 
 @dataclass
 class KeptRequests:
-    """Gives the engine its orders, and the client its receipt. One per API server process."""
+    """Gives the engine its orders, and the client its receipt. One per turn process."""
 
     secret: bytes
     kv: KVStore

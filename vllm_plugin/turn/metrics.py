@@ -1,4 +1,4 @@
-"""Metrics of the turn middleware; shown on vLLM's own /metrics. Labels are closed sets."""
+"""Metrics of the turn process, shown at its /metrics. Labels are closed sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class TurnMetrics:
-    """All metrics of one API server process."""
+    """All metrics of one turn process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register everything in `registry`."""
@@ -43,7 +43,7 @@ class TurnMetrics:
         self.refused_commits = counter("refused_commits", "Delivered answers without a commit, by reason", "reason")
         self.refused_requests = counter(
             "refused_requests",
-            "Creates, turns and unrouted requests that this middleware answered with an error, by code",
+            "Creates, turns and unrouted requests that the turn process answered with an error, by code",
             "code",
         )
         self.aborts = counter(

@@ -1,4 +1,4 @@
-"""The ASGI middleware vLLM loads (`--middleware vllm_plugin.turn.middleware.TurnMiddleware`). Thin.
+"""The ASGI middleware around the engine: it runs turns and passes other requests. Thin.
 
 It acts on requests with a valid `x-context-identity` header, or, in single-tenant mode, on all that could create or
 name a context; and on those that passed a gateway that was away. Every other request is counted for its tenant and
@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 
 from opentelemetry.trace import SpanKind
-from prometheus_client import REGISTRY
 
 from contextcache.claim import (
     RESPONSES_PATH,
@@ -49,7 +48,7 @@ from contextcache.identity import (
 )
 from contextcache.model import NewSession, SessionId
 from contextcache.names import new_session_id
-from contextcache.process.logs import show_logs_of, traceback_without_messages
+from contextcache.process.logs import traceback_without_messages
 from contextcache.process.settings import read_secret
 from contextcache.requests import LargeBodies, TakeBytes, joined_headers
 from contextcache.responses import RESPONSE_FIELDS, telling_what_is_missing
@@ -61,12 +60,20 @@ from vllm_plugin.turn.answer.anthropic import Anthropic
 from vllm_plugin.turn.answer.chat import Dialect
 from vllm_plugin.turn.answer.keep_alive import KeepAlive, read_keep_alive
 from vllm_plugin.turn.answer.responses import Responses
-from vllm_plugin.turn.app import compose_turns
-from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send, body_then, next_piece, send_error
+from vllm_plugin.turn.engine import (
+    ASGIApp,
+    Engine,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    body_then,
+    next_piece,
+    ping,
+    send_error,
+)
 from vllm_plugin.turn.kept import KeptRequests
-from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.prompt.request import CONTEXT_PATH, MESSAGES_PATH, TurnRequest, read_new_session
-from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.story import TurnStory
 from vllm_plugin.turn.turn import Client
 from vllm_plugin.turn.unrouted import stateless_body, without_strangers
@@ -82,15 +89,11 @@ _SKEW_RETRY_S = 5
 
 
 class TurnMiddleware:
-    """Pure ASGI. Built once per API server process; connects on the first turn."""
+    """Pure ASGI, for HTTP alone. One per turn process; connects on the first turn."""
 
-    def __init__(self, app: ASGIApp, *, story: TurnStory | None = None) -> None:
-        """Read the environment unless a story is given. Raises OSError, ValueError: no secret, no start."""
-        show_logs_of("vllm_plugin.turn")
+    def __init__(self, app: ASGIApp, *, story: TurnStory) -> None:
+        """`app`: the engine. Raises OSError, ValueError: the secret cannot serve."""
         self._app = without_strangers(app)
-        if story is None:
-            settings, metrics = TurnSettings(), TurnMetrics(REGISTRY)
-            story = compose_turns(settings, metrics, metrics.certificates.open_tls(settings.tls))
         self._story = story
         self._settings, self._clock = story.settings, story.clock
         self._secret = read_secret(self._settings.secret_file)
@@ -100,18 +103,14 @@ class TurnMiddleware:
         self._dialects: Mapping[str, Dialect] = {MESSAGES_PATH: Anthropic(), RESPONSES_PATH: Responses()}
         """Dialects of their own; other routes have the engine's."""
         self._large_bodies = LargeBodies()
-        self._body_queue = BodyQueue()
+        self._body_queue = BodyQueue(partial(ping, self._app))
         self.draining = Draining(timeout_s=self._settings.drain_timeout_s, give_up=story.give_up)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or run its turn."""
-        if scope["type"] == "lifespan":
-            await self._live(scope, receive, send)
-            return
-        is_http = scope["type"] == "http"
-        is_post, is_health = is_http and scope["method"] == "POST", is_http and scope["path"] == _HEALTH_PATH
+        is_post, is_health = scope["method"] == "POST", scope["path"] == _HEALTH_PATH
         if self.draining.value and (is_post or is_health):
-            # vLLM itself would answer 500, and 200 for its health.
+            # vLLM, which drains too, would answer 500, and 200 for its health.
             stopping = NoReadyEndpoint("this pod is shutting down", retry_after_s=1)
             await self._refuse(stopping, KeepAlive(send, scope["path"]))
         elif is_post and not is_health:
@@ -132,7 +131,8 @@ class TurnMiddleware:
                 if is_unrouted or is_signed or self._settings.single_tenant:
                     await self._answer_client(client, token, is_unrouted=is_unrouted)
                 else:
-                    await self._app(scope, self._body_queue.receive(client.tag, receive), answering)
+                    with self._body_queue.receive(client.tag, receive) as handed:
+                        await self._app(scope, handed, answering)
         except TooManyInFlight as exc:
             await self._refuse(exc, answering)
 
@@ -179,19 +179,6 @@ class TurnMiddleware:
             await send(message)
 
         return told
-
-    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Live as long as the server: it may be gone as soon as it has heard that its application is."""
-
-        async def told(message: Message) -> None:
-            if message["type"] == "lifespan.startup.complete":
-                self.draining.listen()
-                await self._story.kv.start()
-            elif message["type"].startswith("lifespan.shutdown."):
-                await self._story.close()
-            await send(message)
-
-        await self._app(scope, receive, told)
 
     async def _turn(self, client: Client, token: str | None) -> None:
         if token is None:
@@ -312,13 +299,13 @@ class TurnMiddleware:
 
     async def _pass(self, client: Client, body: bytes) -> None:
         """Give the engine the request with its whole body."""
-        receive = self._body_queue.receive(client.tag, body_then(body, client.receive))
         others = [(name, value) for name, value in client.scope["headers"] if name.lower() != b"content-length"]
         headers = [*others, (b"content-length", str(len(body)).encode())]
         answering = client.keep_alive
         is_stream = answering.silence_s is not None and await self._large_bodies.read(_asks_for_stream, body)
-        async with answering.filling(stream=is_stream):
-            await self._app({**client.scope, "headers": headers}, receive, client.send)
+        with self._body_queue.receive(client.tag, body_then(body, client.receive)) as receive:
+            async with answering.filling(stream=is_stream):
+                await self._app({**client.scope, "headers": headers}, receive, client.send)
 
     async def _body_of(self, client: Client, held: TakeBytes | None) -> bytes:
         """Return the whole request body, counted in `held`.

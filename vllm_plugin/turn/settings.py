@@ -55,7 +55,7 @@ class TurnSettings(TlsSettings, TracingSettings):
     )
     tenant_turns_max: int = Field(
         0,
-        description="Maximum requests of one tenant in flight in this pod's API server process, with and without a "
+        description="Maximum requests of one tenant in flight in this pod's turn process, with and without a "
         "context. Further requests get 429 too_many_in_flight. 0: no limit.",
         ge=0,
     )

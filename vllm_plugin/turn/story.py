@@ -82,7 +82,7 @@ _BACKGROUND_CALLS_MAX = 1024
 
 @dataclass
 class TurnStory:
-    """Runs turns. One per API server process."""
+    """Runs turns. One per turn process."""
 
     settings: TurnSettings
     manager: ContextManagerClient

@@ -6,19 +6,16 @@ is cancelled.
 
 vLLM 0.32 lets running answers finish after SIGTERM (`--shutdown-timeout`). Meanwhile its port stays open, `/health`
 answers 200, and new requests fail. Answers that have not finished when it kills its engine get neither another token
-nor an end (entrypoints/launchers/launcher.py serve_http). So a router must hear of the shutdown, another pod takes new
-turns, and a turn that runs too long is given up before the process is killed.
+nor an end (entrypoints/launchers/launcher.py serve_http). This process hears SIGTERM at the same time. It tells
+routers, so that another pod takes new turns, and it gives up a turn that runs too long before vLLM is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from types import FrameType
 from typing import Any
 
 from contextcache.errors import ContextCacheError
@@ -161,35 +158,15 @@ class Background:
 
 
 class Draining:
-    """Whether SIGTERM or SIGINT was heard. Other handlers of these signals run too."""
+    """Whether the process was told to end."""
 
     def __init__(self, *, timeout_s: float, give_up: Callable[[], None]) -> None:
-        """`give_up` is called in the loop, `timeout_s` after the first signal."""
+        """`give_up` is called `timeout_s` after the drain began."""
         self.value = False
         self._timeout_s = timeout_s
         self._give_up = give_up
 
-    def listen(self) -> None:
-        """Hear the signals from now on; to be called in the running loop, once the server's own handlers are there."""
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python handles signals only there: an embedding program ends the server otherwise
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._listen_for(number, asyncio.get_running_loop())
-
-    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Refuse new requests from now on. Harmless when repeated; any thread, and a signal handler, may call it."""
-        if not self.value:
-            self.value = True
-            loop.call_soon_threadsafe(loop.call_later, self._timeout_s, self._give_up)
-
-    def _listen_for(self, number: signal.Signals, loop: asyncio.AbstractEventLoop) -> None:
-        before = signal.getsignal(number)
-        if not callable(before):
-            return  # the process ends at once
-
-        def heard(number: int, frame: FrameType | None) -> None:
-            self.begin(loop)
-            before(number, frame)
-
-        signal.signal(number, heard)
-        signal.siginterrupt(number, False)
+    def begin(self) -> None:
+        """Refuse new requests from now on."""
+        self.value = True
+        asyncio.get_running_loop().call_later(self._timeout_s, self._give_up)

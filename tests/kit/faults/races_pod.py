@@ -1,7 +1,7 @@
-"""`python -m tests.kit.faults.races_pod`: the real turn middleware over a toy engine, as a process that tests kill.
+"""`python -m tests.kit.faults.races_pod`: the real turn process with a toy engine inside, which tests kill.
 
 The toy's tokens are characters; its answer follows from the whole prompt (races_model.answer_to); a stream takes its
-time. `POD_PORT` says where it listens, `TURN_…` the rest.
+time. `TURN_…` variables set it up.
 """
 
 from __future__ import annotations
@@ -9,19 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from typing import Any
-
-import uvicorn
+from typing import Any, Self
 
 from tests.kit.fake_vllm import FakeVllm, decode
 from tests.kit.faults.races_model import answer_to
 from tests.kit.turn_pod import _Engine
-from vllm_plugin.turn.middleware import TurnMiddleware
+from vllm_plugin.turn import __main__ as turn
 
 HELD = "leaving"
 """In a prompt: the answer stops after a few pieces until its client has left."""
 _FEW_PIECES = 3
-_DRAIN_S = 30
 
 
 class PacedEngine(_Engine):
@@ -31,10 +28,13 @@ class PacedEngine(_Engine):
         super().__init__(engine)
         self._pace_s = pace_s
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to close."""
+
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await _live(receive, send)
-            return
         if not scope["path"].endswith("/completions"):
             await super().__call__(scope, receive, send)
             return
@@ -68,28 +68,7 @@ class PacedEngine(_Engine):
             answering.result()
 
 
-async def _live(receive: Any, send: Any) -> None:
-    await receive()
-    await send({"type": "lifespan.startup.complete"})
-    await receive()
-    await send({"type": "lifespan.shutdown.complete"})
-
-
-def main() -> None:
-    """Serve until a signal."""
-    engine = FakeVllm(answer=lambda ids: answer_to(decode(ids)), max_model_len=1 << 20)
-    app = TurnMiddleware(PacedEngine(engine, float(os.environ["POD_PACE_S"])))
-    port = int(os.environ["POD_PORT"])
-    uvicorn.run(
-        app,
-        host="127.0.0.1",
-        port=port,
-        log_level="warning",
-        ws="none",
-        lifespan="on",
-        timeout_graceful_shutdown=_DRAIN_S,
-    )
-
-
 if __name__ == "__main__":
-    main()
+    engine = FakeVllm(answer=lambda ids: answer_to(decode(ids)), max_model_len=1 << 20)
+    turn.Forwarder = lambda *_, **__: PacedEngine(engine, float(os.environ["POD_PACE_S"]))  # type: ignore[assignment,misc]
+    turn.main()

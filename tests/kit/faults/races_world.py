@@ -1,4 +1,4 @@
-"""Valkey, two managers, two pods of the real turn middleware, and two gateways: processes that tests stop and kill."""
+"""Valkey, two managers, two real turn processes, and two gateways: processes that tests stop and kill."""
 
 from __future__ import annotations
 
@@ -121,8 +121,10 @@ class World:
                 "tests.kit.faults.races_pod",
                 directory,
                 {
-                    "POD_PORT": url.rpartition(":")[2],
+                    "TURN_LISTEN_PORT": url.rpartition(":")[2],
                     "POD_PACE_S": str(pace_s),
+                    "TURN_LOG_LEVEL": "WARNING",
+                    "TURN_DRAIN_TIMEOUT_S": "30",
                     "TURN_MANAGER": managers,
                     "TURN_SIDECAR": f"127.0.0.1:{free_port()}",  # nobody: KV is none of this world's business
                     "TURN_SECRET_FILE": str(secret),

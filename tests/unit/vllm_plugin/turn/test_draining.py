@@ -1,19 +1,16 @@
 """A pod that was told to end: new work is refused, what runs goes on, and its last calls are made before it is gone.
 
-Seen failing: without the check in the middleware the turn was begun; with `story.close` after the application's end
-the server had already been told that all was over.
+Seen failing: without the check in the middleware the turn was begun. The process itself, its signals and its last
+calls: tests/integration/test_turn_process.py.
 """
 
 import asyncio
-import os
-import signal
 
 import pytest
 
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import Pod
 from tests.kit.until import until
-from vllm_plugin.turn.waiting import Draining
 
 
 @pytest.fixture
@@ -55,50 +52,10 @@ async def test_a_turn_that_outlasts_the_drain_is_cut_and_its_session_free(pod):
     await until(lambda: len(pod.engine.generations()) == 2, what="the turn runs", interval_s=0)
 
     pod.app.draining._timeout_s = 1
-    pod.app.draining.begin(asyncio.get_running_loop())
+    pod.app.draining.begin()
     answer = await asyncio.wait_for(running, 60)
 
     pod.app.draining.value = False
     pod.engine.pause = None
     assert not answer.complete
     assert (await pod.ask(session_id, prompt=" y")).headers["x-context-generation"] == "2"
-
-
-async def test_the_application_is_over_only_when_the_last_calls_were_made(pod):
-    order = []
-
-    async def lifespan(scope, receive, send):
-        await send({"type": "lifespan.startup.complete"})
-        await send({"type": "lifespan.shutdown.complete"})
-
-    async def send(message):
-        order.append(message["type"])
-
-    async def release():
-        await asyncio.sleep(0)
-        order.append("released")
-
-    pod.app._app = lifespan
-    pod.app.draining = type("Quiet", (), {"value": False, "listen": lambda self: None})()
-    pod.story.background.start(release())
-    await pod.app({"type": "lifespan"}, None, send)
-
-    assert order == ["lifespan.startup.complete", "released", "lifespan.shutdown.complete"]
-
-
-async def test_the_signal_is_heard_by_us_and_by_the_servers_own_handler():
-    loop, heard, given_up = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-    draining = Draining(timeout_s=0.01, give_up=given_up.set)
-    kept = signal.getsignal(signal.SIGINT)
-    loop.add_signal_handler(signal.SIGTERM, heard.set)
-    try:
-        draining.listen()
-        os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(30):
-            await heard.wait()
-            await given_up.wait()
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGINT, kept)
-
-    assert draining.value
