@@ -16,7 +16,7 @@ from contextcache.errors import ContextDeleted
 from contextcache.model import CacheRef, SessionId, TenantId
 from contextcache.phases import Phases
 from kv_sidecar.limits import Limits
-from kv_sidecar.saves import Save, Source
+from kv_sidecar.saves import INTERRUPTED, Save, Source
 
 
 class Phase(Enum):
@@ -96,7 +96,8 @@ class Ref:
     @property
     def failure(self) -> str:
         """Reason why there is no KV; empty: unknown, or there may be some."""
-        return self.reason if self.phase in (Phase.FAILED, Phase.DELETED) else ""
+        is_known = self.phase in (Phase.FAILED, Phase.DELETED) and self.reason != INTERRUPTED
+        return self.reason if is_known else ""
 
 
 class Refs:

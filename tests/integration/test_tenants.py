@@ -171,6 +171,7 @@ def sidecar_calls(rng: Random, tenant: str, session_id: str, cache_ref: str):
         "LoadBlocks",
         sidecar_pb.LoadBlocksRequest(**named, fingerprint=FINGERPRINT, block_indices=[rng.randint(0, 3)]),
     )
+    yield "InterruptSave", sidecar_pb.InterruptSaveRequest(**named)
     yield "TouchContext", sidecar_pb.TouchContextRequest(tenant=tenant, session_id=session_id, expires_at_ms=2**45)
     yield "DeleteContext", sidecar_pb.DeleteContextRequest(tenant=tenant, session_id=session_id, cache_refs=[cache_ref])
     yield "PullContext", sidecar_pb.PullContextRequest(tenant=tenant, cache_refs=[cache_ref], peer="127.0.0.1:1")

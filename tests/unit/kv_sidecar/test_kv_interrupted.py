@@ -198,6 +198,14 @@ async def test_what_was_saved_at_its_prompts_end_has_the_same_life(kv: SidecarUn
     assert {it.expires_at_ms for it in kv.catalog.manifests} == {clock.now_ms() + LIFE_S * 1000}
 
 
+async def test_a_save_that_is_still_to_come_has_not_failed(kv: SidecarUnderTest) -> None:
+    """The ref of a deleted context answers alike: nothing tells which names were ever used."""
+    new = announced(kv)
+    await kv.catalog.interrupt(TENANT, new.cache_ref)
+
+    assert kv.catalog.refs.get(TENANT, new.cache_ref).failure == ""
+
+
 async def test_another_tenants_word_changes_nothing(kv: SidecarUnderTest) -> None:
     new = await kv.save(TOKENS)
     await kv.catalog.interrupt("other", new.cache_ref)
