@@ -58,24 +58,26 @@ async def named():
 
 
 @asynccontextmanager
-async def running_named():
+async def running_named(*, engines=()):
+    """`engines`: vLLM behind the first pods, at their hosts and on a port of their own."""
     async with AsyncExitStack() as stack:
         names = await stack.enter_async_context(NameServer.running())
         port = free_port()
         pods = [StubEngine(host=f"127.0.0.{number}", port=port) for number in (2, 3, 4)]
         plugin, front = StubProcessor(), StubEngine()
-        for part in (*pods, plugin, front):
+        for part in (*pods, *engines, plugin, front):
             await part.start()
             stack.push_async_callback(part.stop)
         names.addresses = {PODS_NAME: [pods[0].host, pods[1].host], GATEWAYS_NAME: ["127.0.0.1"]}
         settings = EnvoySettings(
             pods=[f"{PODS_NAME}.:{port}"],
+            engines=[f"{PODS_NAME}.:{engine.port}" for engine in engines[:1]],
             gateways=[{"http": f"{GATEWAYS_NAME}.:{front.port}", "ext_proc": f"{GATEWAYS_NAME}.:{plugin.port}"}],
             plugin_timeout_s=60,
             connect_timeout_s=20,
         )
         envoy = await stack.enter_async_context(running_envoy(settings, change=names.asked_by))
-        await envoy.until_healthy(PODS, 2)
+        await envoy.until_healthy(PODS, 2 + len(engines))
         await envoy.until_healthy(PLUGIN, 1)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)))
         yield Named(names, pods, plugin, envoy, http)
@@ -83,6 +85,21 @@ async def running_named():
 
 async def test_each_address_behind_the_name_is_a_pod_that_the_plugin_can_choose(named):
     assert [await named.served_by(number) for number in (0, 1, 1, 0)] == [0, 1, 1, 0]
+
+
+async def test_a_vllm_behind_the_name_gets_what_the_plugin_chose_for_it_and_nothing_else():
+    """Seen failing with a plain least-request policy in the place of the subset."""
+    port = free_port()
+    engines = [StubEngine(host=f"127.0.0.{number}", port=port) for number in (2, 3)]
+    async with running_named(engines=engines) as named:
+        for pick in (f"127.0.0.3:{port}", *["127.0.0.9:1"] * 8):
+            named.plugin.pick = pick
+            async with named.http.post(named.envoy.url + "/v1/completions", data=b"{}") as answer:
+                assert answer.status == 200
+
+    assert [len(engine.turns) for engine in engines] == [0, 1]
+    assert sum(len(pod.turns) for pod in named.pods) == 8
+    assert all(call["x-context-engines"] == "1" for call in named.plugin.calls)
 
 
 async def test_names_that_end_in_a_dot_are_asked_for_as_they_are(named):
