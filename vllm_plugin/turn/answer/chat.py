@@ -54,7 +54,7 @@ class AnswerResult:
     cached_tokens: int = 0
     """As the engine counts them."""
     kv_transfer: dict[str, Any] = field(default_factory=dict)
-    """Report of the engine's connector: a whole answer and a response's last event have it, a chat's stream not."""
+    """Report of the engine's connector: a whole answer has it, a stream not."""
     error: bool = False
     """The engine broke off with an error event."""
 

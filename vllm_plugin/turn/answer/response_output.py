@@ -69,9 +69,10 @@ class ResponseOutput:
             events += self._begin("reasoning") + self._grow(text)
         if text := delta.get("content"):
             events += self._begin("message") + self._grow(text, (logprobs or {}).get("content") or ())
-        for call in delta.get("tool_calls") or ():
+        for position, call in enumerate(delta.get("tool_calls") or ()):  # those of a whole answer have no `index`
             function = call.get("function") or {}
-            events += self._begin_call(call, function) + self._grow(function.get("arguments") or "")
+            events += self._begin_call(call.get("index", position), call, function)
+            events += self._grow(function.get("arguments") or "")
         return events
 
     def end(self) -> list[dict[str, Any]]:
@@ -99,12 +100,11 @@ class ResponseOutput:
         self.items.append(item)
         return events
 
-    def _begin_call(self, call: Mapping[str, Any], function: Mapping[str, Any]) -> list[dict[str, Any]]:
-        if self._growing is not None and self._growing.call == call["index"]:
+    def _begin_call(self, index: int, call: Mapping[str, Any], function: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if self._growing is not None and self._growing.call == index:
             return []
-        name = function["name"]
-        kind = "custom_tool_call" if name in self._names.customs else "function_call"
-        return self._begin(kind, call["index"], call_id=call["id"], **self._names.of_client(name))
+        kind = "custom_tool_call" if (name := function["name"]) in self._names.customs else "function_call"
+        return self._begin(kind, index, call_id=call["id"], **self._names.of_client(name))
 
     def _begin(self, type_: str, call: int | None = None, **said: Any) -> list[dict[str, Any]]:
         """Begin an item, unless one of this type grows already."""

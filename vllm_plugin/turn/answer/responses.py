@@ -162,9 +162,7 @@ class _WholeResponse(JsonAnswer):
         super().read()
         (choice,) = self._answer["choices"]
         if not self._request.prefill_only:
-            message = choice["message"]
-            calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls") or ())]
-            self._response.output.take({**message, "tool_calls": calls}, choice.get("logprobs"))
+            self._response.output.take(choice["message"], choice.get("logprobs"))
             self._response.output.end()
         self._response.remember(self.result)
 

@@ -20,6 +20,7 @@ import msgspec
 
 from contextcache.errors import InvalidRequest
 from vllm_plugin.turn.engine import Engine
+from vllm_plugin.turn.prompt.request import read_as
 
 _BILLING = "x-anthropic-billing-header"
 """Beginning of a system block of Claude Code's. Its hash differs in each request, and would change every prompt."""
@@ -36,7 +37,6 @@ _NAMES = {
 """Anthropic's names of a chat's fields."""
 _TOOL_FIELDS = ("description", "strict", "defer_loading")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_FAULT_CHARS_MAX = 200
 _HELD = "a context can store only text, thinking, tool_use and tool_result blocks"
 _Effort = Literal["low", "medium", "high", "xhigh", "max"]
 _Json = dict[str, Any]
@@ -161,10 +161,7 @@ async def _rendered(engine: Engine, messages: list[_Json], **arguments: Any) -> 
 
 def chat_of(body: _Json, template: Template) -> _Json:
     """Return the chat request of a messages request. Raises InvalidRequest naming the field at fault."""
-    try:
-        asked = msgspec.convert(body, _Request)
-    except ValueError as exc:
-        raise _refusal(str(exc)) from exc
+    asked = read_as(_Request, body, unknown=_HELD)
     chat = {
         "messages": list(_messages(asked, merges_system=template.merges_system)),
         "max_tokens": asked.max_tokens,
@@ -178,18 +175,6 @@ def chat_of(body: _Json, template: Template) -> _Json:
     if asked.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     return {key: value for key, value in chat.items() if value is not None}
-
-
-def _refusal(fault: str) -> InvalidRequest:
-    """Return the error of the first field that has not its type, from msgspec's message."""
-    fault, _, place = fault.rpartition(" - at `$") if " - at `$" in fault else (fault, "", "")
-    param = place.removesuffix("`").removeprefix(".")
-    if fault.startswith("Invalid value") and param.endswith("].type"):
-        return InvalidRequest(f"{_HELD}: {fault[:_FAULT_CHARS_MAX]}", param=param.removesuffix(".type"))
-    if fault.startswith("Object missing required field"):
-        param, fault = f"{param}.{fault.split('`')[1]}".removeprefix("."), "is required"
-    fault = fault[:_FAULT_CHARS_MAX].replace("Expected ", "must be ", 1)
-    return InvalidRequest(f"`{param}`: {fault}" if param else fault, param=param or None)
 
 
 def _messages(asked: _Request, *, merges_system: bool) -> Iterator[_Json]:

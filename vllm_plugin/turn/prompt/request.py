@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from contextcache.claim import FORBIDDEN_KEYS, IF_MISSING
 from contextcache.errors import InvalidRequest
@@ -30,6 +32,8 @@ COMPLETIONS_PATH = "/v1/completions"
 CHAT_PATH = "/v1/chat/completions"
 MESSAGES_PATH = "/v1/messages"
 
+Kind = TypeVar("Kind")
+_FAULT_CHARS_MAX = 200
 _USAGE_FORMATS = {usage.value: usage for usage in UsageFormat}
 NEVER_FROM_CLIENTS = frozenset({*FORBIDDEN_KEYS, "return_token_ids"})
 _REFUSED: Mapping[str, str] = {
@@ -140,6 +144,29 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
         creates_if_missing=_creates_if_missing(path, body) and not names_any(headers.get("if-match")),
         template_fields=_template_fields(body),
     )
+
+
+def read_as(kind: type[Kind], body: Mapping[str, Any], *, unknown: str) -> Kind:
+    """Return a body as a msgspec type. Raises InvalidRequest for the first field that has not its type.
+
+    `unknown`: error of an object in a list whose `type` is unknown.
+    """
+    try:
+        return msgspec.convert(body, kind)
+    except ValueError as exc:  # msgspec's own, and half a surrogate pair in a name
+        raise _refusal(str(exc), unknown) from exc
+
+
+def _refusal(fault: str, unknown: str) -> InvalidRequest:
+    """Return the error of a field, from msgspec's message."""
+    fault, _, place = fault.rpartition(" - at `$") if " - at `$" in fault else (fault, "", "")
+    param = place.removesuffix("`").removeprefix(".")
+    if fault.startswith("Invalid value") and param.endswith("].type"):
+        return InvalidRequest(f"{unknown}: {fault[:_FAULT_CHARS_MAX]}", param=param.removesuffix(".type"))
+    if fault.startswith("Object missing required field"):
+        param, fault = f"{param}.{fault.split('`')[1]}".removeprefix("."), "is required"
+    fault = fault[:_FAULT_CHARS_MAX].replace("Expected ", "must be ", 1)
+    return InvalidRequest(f"`{param}`: {fault}" if param else fault, param=param or None)
 
 
 def with_new_messages(request: TurnRequest, new: Sequence[int] | None) -> TurnRequest:

@@ -13,13 +13,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict
 
 from contextcache.errors import InvalidRequest
 from contextcache.input_items import ITEMS_MAX
 from vllm_plugin.turn.prompt.meaning import ASSISTANT
+from vllm_plugin.turn.prompt.request import read_as
 
 TOOLS_MAX = ITEMS_MAX
 """Tools of a request, those of namespaces included."""
@@ -132,14 +132,14 @@ class ToolNames:
         space, local = self._spaces.get(name, ("", name))
         return {"namespace": space, "name": local} if space else {"name": local}
 
-    def of_chat(self, name: str) -> list[str]:
+    def of_chat(self, name: Any) -> list[str]:
         """Return the chat's names of the tools that a client may mean in `tool_choice`, besides `name` itself."""
         return [flat for flat, (_, local) in self._spaces.items() if local == name]
 
 
 def chat_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat's fields of a request for a response. Raises InvalidRequest naming the field at fault."""
-    asked = _read(body)
+    asked = read_as(_Request, body, unknown="a context's tools must be functions of the client")
     tools = [*_functions(asked.tools or ())]
     if len(tools) > TOOLS_MAX:
         raise InvalidRequest(f"tools may have at most {TOOLS_MAX} items", param="tools")
@@ -174,18 +174,6 @@ def custom_input(arguments: str) -> str:
     except (ValueError, LookupError, TypeError, RecursionError):
         return arguments
     return text if isinstance(text, str) else arguments
-
-
-def _read(body: Mapping[str, Any]) -> _Request:
-    try:
-        return msgspec.convert(body, _Request)
-    except ValueError as exc:  # a name with half a surrogate pair is another one than msgspec's own
-        fault, _, where = str(exc).partition(" - at `$.")
-        param = where.rstrip("`").removesuffix(".type") or "input"
-        if re.fullmatch(r"tools\[\d+\]", param) and where.endswith(".type`"):
-            raise InvalidRequest("a context's tools must be functions of the client", param=param) from exc
-        fault = re.split(r", got| '", fault)[0]  # without the client's own text
-        raise InvalidRequest(f"`{param}` is not valid: {fault[0].lower()}{fault[1:]}", param=param) from exc
 
 
 def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -285,14 +273,12 @@ def _tool_choice(said: str | dict[str, Any] | None, tools: Sequence[dict[str, An
         return said if tools else None
     if said == "required" and tools:
         return said
-    if not isinstance(said, dict) or said.get("type") not in ("function", "custom"):
-        told = "tool_choice must be auto, none, or, with tools, required or the name of a function or custom tool"
-        raise InvalidRequest(told, param="tool_choice")
-    name = str(said.get("name"))
-    known = {tool["function"]["name"] for tool in tools}
+    name = said.get("name") if isinstance(said, dict) and said.get("type") in ("function", "custom") else None
+    known = [tool["function"]["name"] for tool in tools]
     meant = [name] if name in known else [flat for flat in names.of_chat(name) if flat in known]
     if len(meant) != 1:
-        raise InvalidRequest("tool_choice must name exactly one of `tools`", param="tool_choice")
+        told = "tool_choice must be auto, none, or, with `tools`, required or the name of exactly one of them"
+        raise InvalidRequest(told, param="tool_choice")
     return {"type": "function", "function": {"name": meant[0]}}
 
 
