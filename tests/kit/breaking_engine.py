@@ -66,7 +66,8 @@ def answer(prompt: list[int], request: dict[str, Any], *, interval: int) -> Iter
     stops = [stops] if isinstance(stops, str) else stops
     keeps = request.get("include_stop_str_in_output", False)
     held = 0 if keeps else max(map(len, stops), default=1) - 1
-    limit, least = request.get("max_tokens", 16), request.get("min_tokens", 0)
+    limit = request.get("max_completion_tokens", request.get("max_tokens", 16))
+    least = request.get("min_tokens", 0)
     ids: list[int] = []
     text, sent, finish, stop_reason = "", 0, None, None
     # Text of a prompt that ends inside a character is given again with the character, as by tokenizers' DecodeStream.
