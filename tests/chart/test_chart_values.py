@@ -152,6 +152,7 @@ def leaves(root: dict, node: dict, path: str = "") -> Iterator[tuple[str, dict]]
         "connector",
         "resources",
         "payloadResources",
+        "turnResources",
         "attendantResources",
         "affinity",
     }
@@ -174,6 +175,7 @@ def other_values(path: str, node: dict, default: Any) -> list[Any]:
         "tolerations": [{"key": "other", "operator": "Exists"}],
         "resources": {"limits": {"memory": "900Gi"}},
         "payloadResources": {"limits": {"memory": "900Gi"}},
+        "turnResources": {"limits": {"memory": "900Gi"}},
         "attendantResources": {"limits": {"memory": "900Gi"}},
         "extraEnv": [{"name": "OTHER", "value": "1"}],
         "turn": {"leaseTtlMs": 20000},
