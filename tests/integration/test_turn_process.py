@@ -178,25 +178,39 @@ async def test_a_client_that_leaves_in_its_body_leaves_no_request_in_the_engine(
     reader.feed_eof()
 
 
-async def test_a_body_that_stops_coming_is_a_client_s_mistake(engine, monkeypatch):
-    """Seen failing without the deadline in `next_piece`."""
-    monkeypatch.setattr(turn_engine, "_BODY_IDLE_S", 0.05)
-    sent = []
-    messages = [{"type": "http.request", "body": b"x" * 100_000, "more_body": True}]
+async def forwarded(engine, *messages, **scope):
+    """Return the messages that the forwarder answers a request with. After `messages` the client is silent."""
+    sent, left = [], list(messages)
 
     async def receive():
-        return messages.pop() if messages else await asyncio.Event().wait()
+        return left.pop(0) if left else await asyncio.Event().wait()
 
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/audio", "query_string": b""}
-    scope["headers"] = [(b"content-length", b"200000")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/audio", "query_string": b"", "headers": []} | scope
     async with asyncio.timeout(DEADLINE_S), Forwarder(engine.url, silence_s=DEADLINE_S) as forwarder:
         await forwarder(scope, receive, send)
+    return sent
+
+
+async def test_a_body_that_stops_coming_is_a_client_s_mistake(engine, monkeypatch):
+    """Seen failing without the deadline in `next_piece`."""
+    monkeypatch.setattr(turn_engine, "_BODY_IDLE_S", 0.05)
+    piece = {"type": "http.request", "body": b"x" * 100_000, "more_body": True}
+    sent = await forwarded(engine, piece, headers=[(b"content-length", b"200000")])
 
     assert sent[0]["status"] == 400
     assert b"no byte of the body arrived" in sent[1]["body"]
+
+
+@pytest.mark.parametrize("target", [b"*", b"@evil:80/", b"http://evil/"])
+async def test_a_target_that_is_no_path_is_a_client_s_mistake_and_never_another_host(engine, target):
+    """Seen failing without the check: an exception for the first and the last, another host for the second."""
+    sent = await forwarded(engine, {"type": "http.request", "body": b""}, raw_path=target)
+
+    assert sent[0]["status"] == 400
+    assert engine.turns == []
 
 
 async def test_an_engine_that_is_silent_fails_its_request(http, tmp_path, engine):

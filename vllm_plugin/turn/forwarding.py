@@ -17,7 +17,7 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from contextcache.errors import ContextCacheError, EngineFailed, NoReadyEndpoint
+from contextcache.errors import ContextCacheError, EngineFailed, InvalidRequest, NoReadyEndpoint
 from contextcache.wire.tls import WatchedTls, tls_arguments
 from vllm_plugin.turn.engine import Message, Receive, Scope, Send, next_piece, send_error
 
@@ -102,6 +102,8 @@ class Forwarder:
 
     def _target(self, scope: Scope) -> URL:
         path, query = scope.get("raw_path") or scope["path"].encode(), scope["query_string"]
+        if not path.startswith(b"/"):
+            raise InvalidRequest("the request's target must be a path")
         return URL(self._url + _text(path + (b"?" + query if query else b"")), encoded=True)
 
 
@@ -168,9 +170,10 @@ def _text(raw: bytes) -> str:
 
 
 def _fault(exc: Exception) -> ContextCacheError:
-    log.warning("engine did not answer", extra={"reason": type(exc).__name__})
     if isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        # Not logged: gateways probe each second while an engine starts.
         return NoReadyEndpoint("the engine of this pod is not there", retry_after_s=1)
+    log.warning("engine did not answer", extra={"reason": type(exc).__name__})
     return EngineFailed("the engine ended without an answer")
 
 
