@@ -26,7 +26,10 @@ from tests.kit.process_memory import memory_bytes
 from tests.kit.turn_process import ROOT, running_turn_process
 from tests.kit.until import until
 from vllm_plugin.turn import engine as turn_engine
+from vllm_plugin.turn.__main__ import serve
 from vllm_plugin.turn.forwarding import Forwarder
+from vllm_plugin.turn.settings import TurnSettings
+from vllm_plugin.turn.story import TurnStory
 
 DEADLINE_S = 60
 
@@ -247,8 +250,26 @@ CHAT = [{"messages": [{"role": "user", "content": text}]} for text in ("Hello", 
 TEXT = [{"prompt": "Hello"}, {"prompt": " there"}]
 
 
+async def test_it_ends_only_when_its_last_calls_were_made(tmp_path, monkeypatch):
+    """Seen failing without `story.close`, which waits for releases of leases in the background."""
+    (tmp_path / "secret").write_bytes(SECRET)
+    stop, order, close = asyncio.Event(), [], TurnStory.close
+
+    async def closed(story):
+        await close(story)
+        order.append("last calls made")
+
+    monkeypatch.setattr(TurnStory, "close", closed)
+    settings = TurnSettings(secret_file=tmp_path / "secret", listen_port=0)
+    async with asyncio.timeout(DEADLINE_S):
+        await serve(settings, stop, on_started=lambda _port: stop.set())
+    order.append("ended")
+
+    assert order == ["last calls made", "ended"]
+
+
 async def test_at_its_end_it_gives_back_the_lease_of_a_client_that_left(http, tmp_path: Path, valkey):
-    """Seen failing without `story.close`: the session was busy until the lease ended by itself."""
+    """The lease alone would keep the session busy for ten minutes."""
     vllm = FakeVllm(answer=lambda ids: "Hi", pause=asyncio.Event())
     async with (
         running_manager_process(tmp_path, valkey.url) as manager,
