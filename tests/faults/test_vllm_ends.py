@@ -33,19 +33,23 @@ class Stream(threading.Thread):
         super().__init__(daemon=True)
         self.stack = stack
         self.body = {"model": MODEL, "prompt": " go on", "session_id": session_id, "stream": True}
-        self.body |= {"max_tokens": max_tokens, "ignore_eos": True}
+        self.body |= {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
         self.events = []
         self.is_complete = False
         self.ended_at_s = 0.0
+
+    @property
+    def text(self):
+        return "".join(choice["text"] for event in self.events for choice in event["choices"])
 
     def run(self):
         headers = {"authorization": f"Bearer {KEY}"}
         try:
             with httpx.stream(
-                "POST", self.stack.front_url + "/v1/completions", json=self.body, headers=headers, timeout=240
+                "POST", self.stack.front_url + "/v1/completions", json=self.body, headers=headers, timeout=400
             ) as answer:
                 for line in answer.iter_lines():
-                    data = line.removeprefix("data: ")
+                    data = line.removeprefix("data: ") if line.startswith("data: ") else ""
                     self.is_complete = self.is_complete or data == "[DONE]"
                     if data and not self.is_complete:
                         self.events.append(json.loads(data))
@@ -72,6 +76,34 @@ def http(stack):
 def turn(stack):
     with httpx.Client(base_url=stack.turn_urls[0], timeout=30) as client:
         yield client
+
+
+@pytest.mark.thorough
+def test_an_engine_that_is_killed_in_the_middle_of_a_stream_loses_no_token_of_it(stack, http):
+    """The client's connection stays. Text and usage are those of the same prompt at an engine that lives."""
+    stack.restart("turn", TURN_RESUME_TIMEOUT_S="400")
+    stack.wait_ready()
+    body = {"model": MODEL, "prompt": "a context of its own " * 20, "max_tokens": 4, "temperature": 0}
+    whole, broken = (Stream(stack, http.post("/v1/context", json=body).json()["session_id"], 400) for _ in range(2))
+    whole.start()
+    whole.join(120)
+
+    broken.start()
+    wait_until(lambda: len(broken.events) >= 20, what="the stream has begun")
+    stack.kill("engine")
+    num_before = len(broken.events)
+    stack.start("engine")
+    broken.join(400)
+
+    assert whole.is_complete
+    assert broken.is_complete
+    (resumed,) = broken.events[-1]["usage"]["context"]["resumed"]
+    print(f"{num_before} events before the kill: {resumed}")
+    assert 0 < resumed["at_token"] < 400
+    assert broken.text == whole.text
+    counts = [stream.events[-1]["usage"]["completion_tokens"] for stream in (whole, broken)]
+    assert counts == [400, 400]
+    assert http.get(f"/v1/context/{broken.body['session_id']}").json()["generation"] == 2
 
 
 @pytest.mark.thorough

@@ -122,11 +122,11 @@ class Resuming:
         while not self.delivery.complete:
             try:
                 self._check_break()
-                self._pause()
+                self._advance("engine broke")
+                self._broke_s = self._broke_s or asyncio.get_running_loop().time()
                 if await self._finished():
                     break
-                known = await self._find_within()
-                await self._ask_rest(known)
+                await self._ask_rest(await self._find_within())
             except CannotResume as exc:
                 await self._give_up(str(exc))
                 return
@@ -241,17 +241,6 @@ class Resuming:
             raise CannotResume("unreadable")
         if self.turn.client.headers.get(HEADER, "").strip().lower() == "off":
             raise CannotResume("opted_out")
-        # A standby that is not there has not been harmed by the request.
-        is_absent = self.phase is Phase.ASKED and self._at is not None and isinstance(failure, NoReadyEndpoint)
-        self._num_engines += not is_absent
-        if self._num_engines > _ENGINES_MAX:
-            raise CannotResume("limit")
-
-    def _pause(self) -> None:
-        self._advance("engine broke")
-        self._broke_s = self._broke_s or asyncio.get_running_loop().time()
-        if self.delivery.failure is not None:
-            log.warning("engine gave up", extra={"reason": self.delivery.failure.code})
 
     async def _finished(self) -> bool:
         """End a stream that lacks no token, only its last events; return whether there is one."""
@@ -274,8 +263,11 @@ class Resuming:
     async def _find_within(self) -> Known:
         """Find an engine for the rest, while the client is there and time is left."""
         left_s = self._broke_s + self.settings.resume_timeout_s - asyncio.get_running_loop().time()
-        if left_s <= 0:
-            raise CannotResume("timeout")
+        # A standby that is not there has not been harmed by the request.
+        is_absent = self._status == NoReadyEndpoint.http_status and self._at is not None
+        self._num_engines += not is_absent
+        if left_s <= 0 or self._num_engines > _ENGINES_MAX:
+            raise CannotResume("timeout" if left_s <= 0 else "limit")
         patience = self.delivery.patience = TurnPatience(left_s)
         self.patiences.add(patience)
         leaving: asyncio.Future[Message] = asyncio.ensure_future(patience.receive(self._receive)())
@@ -285,8 +277,8 @@ class Resuming:
                 await asyncio.wait((leaving, finding), return_when=asyncio.FIRST_COMPLETED)
                 if finding.done():
                     return finding.result()
-            lost_with = patience.lost_with
-            raise CannotResume("client" if self._has_left else "timeout" if lost_with == "engine" else lost_with)
+            lost_with = patience.lost_with.replace("engine", "timeout")
+            raise CannotResume("client" if self._has_left else lost_with)
         finally:
             self.patiences.discard(patience)
             leaving.cancel()

@@ -18,6 +18,7 @@ DRAIN_S = 20
 """How long an engine that is told to end goes on with what it has."""
 ENV = {
     "TURN_DRAIN_TIMEOUT_S": str(DRAIN_S),
+    "TURN_RESUME_TIMEOUT_S": "5",
     "TURN_LEASE_TTL_MS": "5000",
     "SIDECAR_COLLECT_INTERVAL_S": "1",
     "MANAGER_SWEEP_INTERVAL_S": "1",

@@ -42,11 +42,6 @@ class Delivery:
         self.answer = self.turn.client.dialect.answer(self.turn)
         self._client, self._recording = self.turn.client, self.turn.recording
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the engine has given the reason why its answer ended."""
-        return self.answer.result.finish_reason is not None or self.answer.result.error
-
     def begin_part(self) -> None:
         """Read on after a break, from another engine. Nothing of a whole answer has been delivered: read it anew."""
         self.failure = None

@@ -127,7 +127,8 @@ async def broken(pod, *breaks, path=COMPLETIONS, headers=(), **body):
     body = {"stream": True, "max_tokens": 30, "temperature": 0} | body
     said = {"messages": [{"role": "user", "content": "tell"}]} if path == CHAT else {"prompt": "tell"}
     answer = await pod.ask(session_id, path=path, headers=headers, **said, **body)
-    return Streamed(answer) if body["stream"] else None, session_id, answer
+    is_stream = answer.headers["content-type"].startswith("text/event-stream")
+    return Streamed(answer) if is_stream else None, session_id, answer
 
 
 def outcomes(pod):
@@ -183,14 +184,14 @@ async def test_without_a_standby_the_own_engine_is_waited_for_and_the_client_hea
 
 async def test_a_standby_that_is_not_there_harms_nothing_and_the_own_engine_is_next(pod_of):
     standby = BreakingEngine("standby", breaks=[(0, "away")] * 9)
-    pod = pod_of(BreakingEngine(), standby)
+    pod = pod_of(BreakingEngine(refusals=3), standby)
 
     stream, _, _ = await broken(pod, (0, "raise"))
 
     assert stream.complete
     assert outcomes(pod) == {"own": 1}
     saves = [order_of(request)["load"] for request in (*standby.requests, pod.engine.requests[-1])]
-    assert [len(loaded) for loaded in saves] == [2, 2]  # the standby that refused has saved nothing
+    assert [len(loaded) for loaded in saves] == [2] * 5  # the standby that refused has saved nothing
 
 
 async def test_an_answer_is_taken_over_twice_and_no_more(pod_of):
@@ -229,6 +230,16 @@ async def test_a_client_that_leaves_in_the_pause_ends_the_turn(pod_of):
     assert outcomes(pod) == {}
     pod.gone.clear()
     assert await is_free(pod, session_id)
+
+
+async def test_no_other_engine_answers_a_client_that_has_left(pod_of):
+    standby = BreakingEngine("standby")
+    pod = pod_of(BreakingEngine(), standby)
+    asyncio.get_running_loop().call_later(7, pod.gone.set)
+
+    await broken(pod, (0, "silent"))
+
+    assert standby.requests == []
 
 
 async def test_the_end_of_the_process_ends_the_pause(pod_of):
