@@ -364,6 +364,8 @@ class Gateway:
         if not query.light:
             headers[TENANT_HEADER] = query.tenant
         if identity is not None:
+            if kind is not Kind.STATELESS:
+                self.parts.endpoints.check_runs_turns(choice.endpoint.name)
             now_ms = self.parts.clock.now_ms()
             signed = identity(
                 issued_at_ms=now_ms,

@@ -29,10 +29,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from random import Random
 
+from contextcache.errors import NoReadyEndpoint
 from contextcache.identity import Standby
 from contextcache.model import ModelId
 from gateway.metrics import Metrics
-from gateway.pods.roster import Roster
+from gateway.pods.roster import RETRY_AFTER_S, Roster
 from gateway.pods.routing import Choice, ChoiceReason, RouteQuery, choose_endpoint, standby_for
 from gateway.pods.state import SETTLED_PROBES, Endpoint, EndpointState, EngineLoad, LoadLimits, Readiness
 from gateway.shares import PodTenants
@@ -66,6 +67,8 @@ class Health:
     """Zeros if the pod has no such metrics; None: the page did not arrive in time."""
     tenants: Mapping[str, int] | None = None
     """Requests in flight of the tenants with most of them, by tag; None: the pod does not report them."""
+    runs_turns: bool = True
+    """False: the pod is a vLLM alone, which would answer a turn without its context."""
     limits_tenants: bool = False
     """See EndpointState."""
     clock_skew_s: float | None = field(default=None, compare=False)
@@ -145,6 +148,14 @@ class WatchedEndpoints:
         `Gateway._is_direct`.
         """
         return sum(pod.tenants.reported(tenant) for pod in self.states())
+
+    def check_runs_turns(self, name: str) -> None:
+        """Raise NoReadyEndpoint for a pod that would ignore the context of a request."""
+        pod = self._named(name)
+        if pod is not None and not pod.runs_turns:
+            raise NoReadyEndpoint(
+                "the pod has no turn process, so it cannot use the context", retry_after_s=RETRY_AFTER_S
+            )
 
     def takes_direct(self, name: str) -> bool:
         """Return whether a pod's engine may get a request past the turn process, which then does not count it.
@@ -307,6 +318,7 @@ class WatchedEndpoints:
     def _note_health(self, pod: EndpointState, health: Health) -> None:
         name = pod.endpoint.name
         pod.clock_skew_s, pod.limits_tenants = health.clock_skew_s, health.limits_tenants
+        pod.runs_turns = health.runs_turns
         if health.clock_skew_s is not None:
             self.metrics.endpoint_clock_skew.labels(name).set(health.clock_skew_s)
         self._models_seen.update(dict.fromkeys(health.models, self._num_rounds))

@@ -73,6 +73,7 @@ class HttpProbe:
             healthy=True,
             models=model_names(models),
             load=None if load is None else engine_load(load),
+            runs_turns=in_flight is not None,
             tenants=None if in_flight is None else read_in_flight(in_flight),
             limits_tenants=limits_tenants,
             clock_skew_s=skew_s,

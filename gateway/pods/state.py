@@ -126,6 +126,8 @@ class EndpointState:
     """The pod's clock minus this machine's, in whole seconds; None: unknown."""
     tenants: PodTenants = field(default_factory=PodTenants)
     """Requests in flight of each tenant."""
+    runs_turns: bool = True
+    """False: requests of contexts are refused there."""
     limits_tenants: bool = False
     """True: the turn process limits tenants' requests or bytes in flight, and must see each request."""
     placed: int = 0

@@ -24,13 +24,14 @@ async def test_a_pod_says_what_it_serves_and_how_much_it_has_to_do(engine, probe
     found = await probe(Endpoint("a", engine.url))
 
     assert found == Health(
-        healthy=True, models=frozenset({"stub-model"}), load=EngineLoad(running=3, waiting=2, kv_usage=0.5)
+        healthy=True, models=frozenset({"stub-model"}), load=EngineLoad(running=3, waiting=2, kv_usage=0.5), tenants={}
     )
     assert sum(found.target.count("name[]=vllm") for found in engine.received) == 4
 
 
 async def test_a_pod_without_metrics_is_healthy_and_idle(engine, probe):
-    assert await probe(Endpoint("a", engine.url)) == Health(healthy=True, models=frozenset({"stub-model"}))
+    told = Health(healthy=True, models=frozenset({"stub-model"}), tenants={})
+    assert await probe(Endpoint("a", engine.url)) == told
 
 
 async def test_a_pod_that_says_no_is_certainly_not_healthy(engine, probe):
@@ -42,15 +43,18 @@ async def test_a_pod_that_says_no_is_certainly_not_healthy(engine, probe):
 async def test_a_pod_with_a_sidecar_whose_engine_lacks_the_middleware_is_not_healthy(engine, probe):
     """vLLM started without the injector's arguments: it would answer a turn without its context."""
     pod = Endpoint("a", engine.url, sidecar="127.0.0.1:1")
+    engine.runs_turns = False
 
     assert await probe(pod) == Health(healthy=False)
-    engine.has_middleware = True
+    alone = await probe(Endpoint("a", engine.url))
+    assert (alone.healthy, alone.runs_turns) == (True, False)
+    engine.runs_turns = True
     assert (await probe(pod)).healthy
 
 
 async def test_the_turn_process_says_health_and_tenants_and_vllm_models_and_load(engine, probe):
     """Seen failing with all pages read from either address, and without the header of limits."""
-    turn = StubEngine(models=["other"], has_middleware=True, load={"vllm:num_requests_running": 9.0})
+    turn = StubEngine(models=["other"], runs_turns=True, load={"vllm:num_requests_running": 9.0})
     await turn.start()
     engine.load = LOAD
     pod = Endpoint("a", engine.url, sidecar="127.0.0.1:1", turn_url=turn.url)
@@ -67,7 +71,7 @@ async def test_the_turn_process_says_health_and_tenants_and_vllm_models_and_load
 @pytest.mark.parametrize("away", ["turn", "engine"])
 async def test_a_pod_of_which_one_address_refuses_is_certainly_not_healthy(engine, probe, away):
     """Seen failing for the engine as a pod that is only late, with 30 more probes to go."""
-    turn = StubEngine(has_middleware=True)
+    turn = StubEngine(runs_turns=True)
     await turn.start()
     await {"turn": turn, "engine": engine}[away].stop()
 
@@ -121,7 +125,9 @@ async def test_a_pod_that_says_nothing_in_time_may_be_busy():
 async def test_metrics_that_never_come_leave_a_pod_healthy_and_its_load_unknown():
     answers = ((b"/health", b""), (b"/v1/models", b'{"data": [{"id": "m"}]}'), (b"/metrics", None))
 
-    assert await probed(*answers, timeout_s=5) == Health(healthy=True, models=frozenset({"m"}), load=None)
+    assert await probed(*answers, timeout_s=5) == Health(
+        healthy=True, models=frozenset({"m"}), load=None, runs_turns=False
+    )
 
 
 async def test_only_the_beginning_of_an_endless_page_is_read():

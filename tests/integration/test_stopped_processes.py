@@ -123,7 +123,7 @@ async def deployment(tmp_path, engine, valkey):
         await asyncio.to_thread(sidecar.start)
         stack.callback(sidecar.kill)
         settings = settings_for(tmp_path, {"pod-a": engine}, manager_port=manager.port)
-        engine.has_middleware = True
+        engine.runs_turns = True
         pod = EndpointSettings(name="pod-a", url=engine.url, sidecar=f"127.0.0.1:{port}")
         shipped = {
             f"GATEWAY_{name.upper()}": str(type(settings).model_fields[name].default)

@@ -59,7 +59,7 @@ class StubEngine:
     disconnects: int = 0
     load: dict[str, float] = field(default_factory=dict)
     """What `/metrics` says, by vLLM's names; empty: 404."""
-    has_middleware: bool = False
+    runs_turns: bool = True
     """Answer `/health` with the header of the turn middleware."""
     limits_tenants: bool = False
     """Answer `/health` as a turn process that limits tenants."""
@@ -121,7 +121,7 @@ class StubEngine:
         request = Received(method, target, headers, await _body(dict(headers), reader))
         self.received.append(request)
         if target == "/health":
-            header = b"x-context-in-flight: \r\n" if self.has_middleware else b""
+            header = b"x-context-in-flight: \r\n" if self.runs_turns else b""
             header += b"x-context-limits: 1\r\n" if self.limits_tenants else b""
             return await self._send(writer, 200 if self.healthy else 503, b"", header)
         if target == "/v1/models":

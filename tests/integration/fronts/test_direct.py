@@ -16,7 +16,7 @@ LARGE = {"model": "stub-model", "prompt": "x" * (64 << 10)}
 @pytest.fixture
 async def turn():
     """The turn process of `pod-a`, whose vLLM is `engine`."""
-    turn = StubEngine(has_middleware=True)
+    turn = StubEngine(runs_turns=True)
     await turn.start()
     yield turn
     await turn.stop()
@@ -97,7 +97,7 @@ async def test_a_plain_request_survives_a_vllm_that_has_just_gone(
     open_front, engine, turn, other, manager, monkeypatch
 ):
     """Seen failing without a retry in the carrier, and in Envoy's routes."""
-    other_turn = StubEngine(has_middleware=True)
+    other_turn = StubEngine(runs_turns=True)
     await other_turn.start()
     pods, turns = {"pod-a": engine, "pod-b": other}, {"pod-a": turn, "pod-b": other_turn}
     async with open_front(pods, turns=turns, manager_port=manager.port) as front:

@@ -167,7 +167,7 @@ class Cluster:
     def test_pod(self) -> Pod:
         """Return the pod of `helm test`, not started."""
         (hook,) = [hook for hook in self.made.hooks if "test" in hook["metadata"]["annotations"]["helm.sh/hook"]]
-        return self._pod(hook, hook)
+        return self._pod(hook, hook["spec"]["template"])
 
     def service(self, host: str, port: int) -> str:
         """Return address and port of a pod that a Service's name and port lead to, a ready one if there is one."""

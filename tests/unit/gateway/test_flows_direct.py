@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from contextcache.errors import NoReadyEndpoint
 from contextcache.identity import tenant_tag
 from contextcache.requests import QUEUED_BYTES
 from gateway.kept import Plain
@@ -49,6 +50,18 @@ async def test_a_plain_request_goes_to_vllm_and_what_has_an_identity_to_the_turn
     assert (plain.address, plain.url) == (plain.endpoint.address, plain.endpoint.url)
     assert (turn.address, turn.url) == ("pod-b:8010", "http://pod-b:8010")
     assert list(turn.routing_headers.values()) == ["pod-b:8010"]
+
+
+async def test_a_pod_without_a_turn_process_gets_no_request_of_a_context(parts):
+    """Seen failing: vLLM alone ignored `session_id` and answered without the history."""
+    await parts.directory.add("ctx_1", holder="pod-b")
+    await report(parts, runs_turns=False)
+    plain = await route(parts)
+
+    assert plain.endpoint.name in ("pod-a", "pod-b")
+    for path, body in (("/v1/completions", {"prompt": "x", "session_id": "ctx_1"}), ("/v1/context", PLAIN)):
+        with pytest.raises(NoReadyEndpoint):
+            await route(parts, body, path)
 
 
 async def test_where_the_turn_runs_in_vllm_there_is_one_address(parts):
