@@ -359,20 +359,18 @@ class Gateway:
         session: CacheSessionMetadata | None = None,
     ) -> Forward:
         """Choose the pod, sign the identity for it, and start a pull if a turn leaves its holder."""
-        choice = self._choose(query)
+        choice = self._choose(query, is_turn=identity is not None and kind is not Kind.STATELESS)
         headers = dict(set_headers)
         if not query.light:
             headers[TENANT_HEADER] = query.tenant
         if identity is not None:
-            if kind is not Kind.STATELESS:
-                self.parts.endpoints.check_runs_turns(choice.endpoint.name)
             now_ms = self.parts.clock.now_ms()
             signed = identity(
                 issued_at_ms=now_ms,
                 expires_at_ms=now_ms + IDENTITY_TTL_MS,
                 beginning=query.affinity,
                 prefix_at=choice.prefix_at,
-                standby=self.parts.endpoints.standby(query, choice.endpoint),
+                standby=choice.standby,
             )
             headers[IDENTITY_HEADER] = sign_identity(signed, self.parts.secret)
         if session is not None and session.holder and choice.endpoint.name != session.holder:
@@ -384,14 +382,14 @@ class Gateway:
             endpoint=choice.endpoint,
             set_headers=headers,
             remove_headers=self._removed_headers,
-            is_direct=self._is_direct(query, choice.endpoint, has_identity=identity is not None),
+            is_direct=identity is None and self._is_direct(query, choice.endpoint),
             body=body,
             session=session,
             identity=identity,
         )
 
-    def _is_direct(self, query: RouteQuery, endpoint: Endpoint, *, has_identity: bool) -> bool:
-        """Return whether a request goes to vLLM itself and not to the pod's turn process. The only place of this rule.
+    def _is_direct(self, query: RouteQuery, endpoint: Endpoint) -> bool:
+        """Return whether a request without an identity goes to vLLM itself and not to the pod's turn process.
 
         The turn process runs turns and keeps KV, which needs an identity. It hands large bodies to the engine one after
         the other, and it counts requests by tenant. So a request goes to vLLM directly only if it has no identity, its
@@ -399,17 +397,17 @@ class Gateway:
         """
         return (
             endpoint.has_turn_process
-            and not (endpoint.draining or has_identity or query.only_turn)
+            and not (endpoint.draining or query.only_turn)
             and query.body_bytes is not None
             and query.body_bytes < QUEUED_BYTES
             and not self.parts.tenants.limits[0]
             and self.parts.endpoints.takes_direct(endpoint.name)
         )
 
-    def _choose(self, query: RouteQuery, *, is_made: bool = True) -> Choice:
+    def _choose(self, query: RouteQuery, *, is_made: bool = True, is_turn: bool = False) -> Choice:
         """Choose the pod. `is_made` is False to learn only whether there is one. Raises as `route`."""
         try:
-            return self.parts.endpoints.choose(query, is_made=is_made)
+            return self.parts.endpoints.choose(query, is_made=is_made, is_turn=is_turn)
         except TooManyInFlight:
             self.parts.tenants.refused(SHARE)
             raise

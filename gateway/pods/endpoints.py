@@ -26,11 +26,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from random import Random
 
 from contextcache.errors import NoReadyEndpoint
-from contextcache.identity import Standby
 from contextcache.model import ModelId
 from gateway.metrics import Metrics
 from gateway.pods.roster import RETRY_AFTER_S, Roster
@@ -112,19 +111,22 @@ class WatchedEndpoints:
         self._num_routed = self._num_placed = self._num_rounds = 0
         self.follow(endpoints)
 
-    def choose(self, query: RouteQuery, *, is_made: bool = True) -> Choice:
+    def choose(self, query: RouteQuery, *, is_made: bool = True, is_turn: bool = False) -> Choice:
         """Return the pod for a request. Raises NoReadyEndpoint, EndpointsSaturated, TooManyInFlight.
 
-        Not `is_made`: the caller only asks whether there is one, and the choice is not counted.
+        Not `is_made`: the caller only asks whether there is one, and the choice is not counted. `is_turn`: the request
+        has a context, which a vLLM alone would ignore, and gets a standby.
         """
         choice = choose_endpoint(self.roster(), query, limits=self.limits, rng=self.rng)
+        if is_turn:
+            pod = self._named(choice.endpoint.name)
+            if pod is not None and not pod.runs_turns:
+                raise NoReadyEndpoint("the pod runs no turns and would ignore the context", retry_after_s=RETRY_AFTER_S)
+            standby = standby_for(self.roster(), query, choice.endpoint, rng=self.rng, limits=self.limits)
+            choice = replace(choice, standby=standby)
         if is_made:
             self._choices[choice.reason].inc()
         return choice
-
-    def standby(self, query: RouteQuery, chosen: Endpoint) -> Standby | None:
-        """Return the pod that continues a request's answer if the chosen pod's engine fails; None: no pod can."""
-        return standby_for(self.roster(), query, chosen, rng=self.rng, limits=self.limits)
 
     def roster(self) -> Roster:
         """Return all listed pods; the same object until a pod comes, goes, or changes readiness or models."""
@@ -148,14 +150,6 @@ class WatchedEndpoints:
         `Gateway._is_direct`.
         """
         return sum(pod.tenants.reported(tenant) for pod in self.states())
-
-    def check_runs_turns(self, name: str) -> None:
-        """Raise NoReadyEndpoint for a pod that would ignore the context of a request."""
-        pod = self._named(name)
-        if pod is not None and not pod.runs_turns:
-            raise NoReadyEndpoint(
-                "the pod has no turn process, so it cannot use the context", retry_after_s=RETRY_AFTER_S
-            )
 
     def takes_direct(self, name: str) -> bool:
         """Return whether a pod's engine may get a request past the turn process, which then does not count it.

@@ -96,6 +96,8 @@ class Choice:
     """True: KV will stay on this pod that was not there, of a new context or of one that left its holder."""
     prefix_at: str = ""
     """Sidecar of a pod that has served this beginning, if the chosen pod has not; empty: none is known."""
+    standby: Standby | None = None
+    """Pod that continues a turn's answer if the chosen pod's engine fails; None: no pod can."""
 
 
 def choose_endpoint(roster: Roster, query: RouteQuery, *, limits: LoadLimits, rng: Random) -> Choice:

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from contextcache.clock import SystemClock
-from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
+from contextcache.identity import IDENTITY_HEADER, IN_FLIGHT_HEADER, UNROUTED_HEADER, verify_identity
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.gateway_parts import KEY, SECRET
 from tests.kit.gateway_server import DEADLINE_S, RunningManager, running_gateway, settings_for
@@ -39,7 +39,7 @@ async def serving(pod: Pod):
     async def answer(request: web.Request) -> web.Response:
         body = await request.read()
         if request.path in {"/health", "/metrics/"}:
-            return web.Response()
+            return web.Response(headers={IN_FLIGHT_HEADER: ""})
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "stub-model"}]})
         pod.received.append(({name.lower(): value for name, value in request.headers.items()}, body))

@@ -139,8 +139,11 @@ async def test_a_gateway_started_without_the_api_server_serves_once_it_is_there(
 
 async def test_where_pods_are_looked_for_is_the_operators_to_say(tmp_path, kube, admin):
     admin.namespace = "engines"
-    await admin.add(PODS, pod_object("pod-a"))
+    pod = pod_object("pod-a")
+    pod["spec"]["containers"].append({"name": "turn", "image": "cc:1"})
+    await admin.add(PODS, pod)
     slices = slice_object("a", slice_entry("pod-a", "10.0.0.1"), port_name="api", sidecar_port_name="kv")
+    slices["ports"].append({"name": "turns", "port": 8010, "protocol": "TCP"})
     await admin.add(ENDPOINT_SLICES, slices)
     asked = Counter()
     kube.allows = lambda *what: asked.update([what]) is None
@@ -149,11 +152,13 @@ async def test_where_pods_are_looked_for_is_the_operators_to_say(tmp_path, kube,
         "kubernetes_namespace": "engines",
         "kubernetes_port_name": "api",
         "kubernetes_sidecar_port_name": "kv",
+        "kubernetes_turn_port_name": "turns",
         "kubernetes_scheme": "https",
     }
     settings = settings_for(tmp_path, {}, manager_port=1, **given)
     async with AsyncExitStack() as stack:
         endpoints, _ = await _listed_endpoints(settings, stack, Metrics(CollectorRegistry()))
 
-    assert endpoints == (Endpoint("pod-a", "https://10.0.0.1:8000", "10.0.0.1:50061"),)
+    told = Endpoint("pod-a", "https://10.0.0.1:8000", "10.0.0.1:50061", turn_url="https://10.0.0.1:8010")
+    assert endpoints == (told,)
     assert {namespace for _, _, namespace in asked} == {"engines"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from subprocess import Popen
@@ -40,7 +41,9 @@ class Container:
         for variable, value in env.items():
             known[variable] = expanded(value, known)
         self._change = change
-        self._command = [change(expanded(word, known)) for word in images.command_of(spec)]
+        # Our interpreter is the image's own file, also where the checkout lies below a mount path such as /tmp.
+        words = images.command_of(spec)
+        self._command = [word if word.startswith(sys.prefix) else change(expanded(word, known)) for word in words]
         self._env = images.environment_of(spec, folder / self.name, address)
         self._env |= {variable: change(value) for variable, value in known.items()} | dict(more_env)
         if "/tmp" in change.mounts:

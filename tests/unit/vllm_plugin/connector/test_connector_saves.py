@@ -291,7 +291,7 @@ def test_a_larger_context_may_be_held_for_longer(start_engine: Callable[..., Eng
 
 
 def test_an_abort_is_told_to_the_sidecar_too(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine(max_num_batched_tokens=64)
+    engine = start_engine(max_num_batched_tokens=32)
     engine.loop.add("save", PROMPT, params=transfer(save=A))
     engine.loop.step()
     engine.loop.abort("save")
@@ -445,8 +445,8 @@ def test_a_session_that_was_deleted_meanwhile_is_not_saved(engine: Engine) -> No
     assert engine.sidecar.manifests == {}
 
 
-def test_an_abort_in_the_middle_of_the_prompt_saves_nothing(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine(max_num_batched_tokens=64)
+def test_an_abort_before_a_block_is_computed_saves_nothing(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(max_num_batched_tokens=32)
     free = engine.loop.free_blocks
     engine.loop.add("save", PROMPT, params=transfer(save=A))
     engine.loop.step()
