@@ -37,7 +37,7 @@ async def report(parts, **health):
 
 
 async def test_a_plain_request_goes_to_vllm_and_what_has_an_identity_to_the_turn_process(two_addresses):
-    """Seen failing with `has_identity` left out of the rule."""
+    """Seen failing with the identity left out of the rule."""
     parts = two_addresses
     await parts.directory.add("ctx_1", holder="pod-b")
     plain, turn = await route(parts), await route(parts, {"prompt": "x", "session_id": "ctx_1"})

@@ -132,7 +132,7 @@ async def test_a_branch_whose_turn_is_refused_is_removed_at_once_with_its_kv(par
     async def away(tenant, session_id):
         raise StoreUnavailable("away")
 
-    def saturated(query, *, is_made=True):
+    def saturated(query, *, is_made=True, is_turn=False):
         if is_made:
             raise EndpointsSaturated("busy")
         return choose(query, is_made=False)
