@@ -330,7 +330,7 @@ class World:
     def counters(self) -> dict[str, float]:
         """Return every counter of sidecar, manager, turn and connector that says something went wrong."""
         found: Counter[str] = Counter()
-        for part in ("sidecar", "manager", "gateway", "engine"):
+        for part in ("sidecar", "manager", "gateway", "turn", "engine"):
             try:
                 samples = self.stack.metrics(part)
             except httpx.HTTPError:
