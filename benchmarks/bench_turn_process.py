@@ -33,6 +33,7 @@ from benchmarks.estimates import cell, interval, percentile
 from benchmarks.front.process_figures import CpuSample, resident_bytes
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
+from benchmarks.turn import fake_vllm
 from benchmarks.turn.fake_vllm import MODEL
 from contextcache.clock import SystemClock
 from contextcache.identity import IDENTITY_HEADER, Identity, sign_identity
@@ -86,8 +87,9 @@ def _run(directory: Path, previous: Path, rounds: int) -> dict[str, Any]:
         env |= {"TURN_RPC_DEADLINE_MS": "1000", "TURN_SIDECAR": "127.0.0.1:9"}
         for name, middleware in (("engine", ""), ("middleware", MIDDLEWARE)):
             port = processes.free_port(name)
-            command = [sys.executable, "-m", "benchmarks.turn.fake_vllm", "--port", str(port)]
-            tree = {"PYTHONPATH": f"{previous}:{ROOT}"} if middleware else {}
+            # By its file, so that no package of this tree hides one of the other.
+            command = [sys.executable, fake_vllm.__file__, "--port", str(port)]
+            tree = {"PYTHONPATH": str(previous)} if middleware else {}
             command += ["--middleware", middleware] if middleware else []
             processes.start(name, command, HttpReady(f"{processes.url(name)}/health"), env=env | tree)
         turn_port = processes.free_port("turn")

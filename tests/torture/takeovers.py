@@ -34,8 +34,10 @@ DIALECTS = ("completions", "chat", "messages", "responses")
 ANSWER_TOKENS = (40, 120)
 _STREAM_S = 240.0
 """Longest wait for one stream: a start of the engine is within it."""
-_ENV = {"TURN_ENGINE_TIMEOUT_S": "3", "TURN_RESUME_TIMEOUT_S": "180"}
-"""A stopped engine is noticed soon, and one that starts on two busy cores is waited for."""
+_SILENCE_S = 12
+"""Longer than any gap between two tokens of a busy engine: a gap that counts as a break uses up a take-over."""
+_ENV = {"TURN_ENGINE_TIMEOUT_S": str(_SILENCE_S), "TURN_RESUME_TIMEOUT_S": "180"}
+"""A stopped engine is noticed, and one that starts on two busy cores is waited for."""
 _WORDS = ("river", "stone", "lamp", "garden", "train", "winter", "paper", "glass", "letter", "harbour")
 
 
@@ -72,6 +74,7 @@ def run(options: Options) -> Report:
             world = World(stack, rng, report, pauses.setdefault(pods, []))
             for number in range(max(rounds * options.turns // 500, 1)):
                 asyncio.run(world.round(FAULTS[number % len(FAULTS)]))
+            world.count_outcomes()
     for pods, paused_ms in pauses.items():
         if paused_ms:
             report.rows[f"median pause with {pods} pods, ms"] = round(statistics.median(paused_ms))
@@ -107,12 +110,19 @@ class World:
             await healing
         self._judge(fault, asked, reference, seen)
 
+    def count_outcomes(self) -> None:
+        """Count why answers went on, or did not, as the turn processes say it."""
+        for turn in self.stack.names_of("turn"):
+            for (name, labels), value in self.stack.metrics(turn).items():
+                if name == "contextcache_turn_resumed_answers_total" and value:
+                    self.report.count(f"outcome {dict(labels)['outcome']}", round(value))
+
     def _suffer(self, fault: str) -> None:
         engine = self.rng.choice(self.stack.engines)
         if fault == "stop":
             self.stack.stop(engine)
             # Long enough for every stream to be given up.
-            time.sleep(8)
+            time.sleep(_SILENCE_S + 5)
             self.stack.cont(engine)
             return
         if fault == "kill":
