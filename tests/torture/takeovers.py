@@ -24,6 +24,7 @@ import httpx
 
 from deploy.local.progress import say
 from tests.kit.stack import KEY, MODEL, Stack
+from tests.kit.until import wait_until
 from tests.torture.report import Options, Report
 
 STREAMS = 25
@@ -121,7 +122,7 @@ class World:
         engine = self.rng.choice(self.stack.engines)
         if fault == "stop":
             self.stack.stop(engine)
-            # Long enough for every stream to be given up.
+            # The fault itself lasts this long: every stream is given up within it.
             time.sleep(_SILENCE_S + 5)
             self.stack.cont(engine)
             return
@@ -129,8 +130,7 @@ class World:
             self.stack.kill(engine)
         else:
             os.kill(self.stack.pid(engine), signal.SIGTERM)
-            while self.stack.pids(engine):
-                time.sleep(0.2)
+            wait_until(lambda: not self.stack.pids(engine), what="the drained engine has ended", deadline_s=_STREAM_S)
         self.stack.start(engine)
 
     async def _asked(self, http: httpx.AsyncClient, number: int) -> Asked:
