@@ -35,14 +35,14 @@ async def serve(
     registry = CollectorRegistry()
     metrics = ManagerMetrics(registry)
     async with AsyncExitStack() as stack:
-        tracer = tracer_of(settings, part="manager", on_lost=metrics.lost_spans.inc)
+        tracer = tracer_of(settings, part="manager", on_lost=metrics.process.lost_spans.inc)
         stack.push_async_callback(asyncio.to_thread, tracer.close)
-        tls = metrics.certificates.open_tls(settings.tls)
+        tls = metrics.process.open_tls(settings.tls)
         redis = RedisConnection(
             settings.redis_url.get_secret_value(),
             timeout_s=settings.redis_timeout_s,
             max_connections=settings.redis_max_connections,
-            tls=redis_tls(settings, on_failure=metrics.certificates.reload_failures.inc),
+            tls=redis_tls(settings, on_failure=metrics.process.reload_failures.inc),
             wait=_replica_wait(settings),
             on_error=lambda name: metrics.redis_errors.labels(name).inc(),
         )

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from contextcache.errors import ContextCacheError
 from contextcache.model import Usage
-from contextcache.process.metrics import CertificateMetrics
+from contextcache.process.metrics import ProcessMetrics
 
 
 class ManagerMetrics:
@@ -67,8 +67,7 @@ class ManagerMetrics:
             ("name",),
             registry=registry,
         )
-        self.lost_spans = counter("lost_spans_total", "Trace spans that did not reach the collector")
-        self.certificates = CertificateMetrics("contextcache_manager", registry)
+        self.process = ProcessMetrics("contextcache_manager", registry)
         self._store_duration = Histogram(
             "contextcache_manager_store_duration_seconds",
             "Seconds that the store took for one operation, refusals included",

@@ -54,9 +54,9 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
 
 async def _parts(settings: GatewaySettings, stack: AsyncExitStack, metrics: Metrics) -> Parts:
     clock = SystemClock()
-    tracer = tracer_of(settings, part="gateway", on_lost=metrics.lost_spans.inc)
+    tracer = tracer_of(settings, part="gateway", on_lost=metrics.process.lost_spans.inc)
     stack.push_async_callback(asyncio.to_thread, tracer.close)
-    tls = metrics.certificates.open_tls(settings.tls)
+    tls = metrics.process.open_tls(settings.tls)
     keys: KeyFile | SingleTenant = SingleTenant()
     if settings.api_keys_file is not None:
         keys = KeyFile(settings.api_keys_file, metrics=metrics)

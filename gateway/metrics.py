@@ -6,7 +6,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from contextcache.process.metrics import CertificateMetrics
+from contextcache.process.metrics import ProcessMetrics
 
 _ROUTE_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5)
 
@@ -17,7 +17,7 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        self.certificates = CertificateMetrics("contextcache_gateway", registry)
+        self.process = ProcessMetrics("contextcache_gateway", registry)
         self.requests = counter(
             "contextcache_gateway_requests_total",
             "Answered requests, by kind and HTTP status. Kind `completion`: refused before the gateway knew "
@@ -111,7 +111,4 @@ class Metrics:
         self.ready = gauge(
             "contextcache_gateway_ready_state",
             "Readiness of this gateway, as `/readyz` last answered: 1 ready, 0 not ready or not asked yet.",
-        )
-        self.lost_spans = counter(
-            "contextcache_gateway_lost_spans_total", "Trace spans that did not reach the collector."
         )

@@ -28,7 +28,7 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
     """Serve until `stop` is set, then drain. Raises OSError when an address or the data directory is taken."""
     registry = CollectorRegistry()
     sidecar = Sidecar(settings, clock=SystemClock(), registry=registry)
-    tracer = tracer_of(settings, part="sidecar", on_lost=sidecar.metrics.lost_spans.inc)
+    tracer = tracer_of(settings, part="sidecar", on_lost=sidecar.metrics.process.lost_spans.inc)
     await sidecar.open()
     sidecar.start_collecting()
     for shortage in settings.shortages():

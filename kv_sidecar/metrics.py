@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from contextcache.model import TenantId
-from contextcache.process.metrics import CertificateMetrics
+from contextcache.process.metrics import ProcessMetrics
 from kv_sidecar.blocks import TierUsage
 
 TIERS = ("host", "disk")
@@ -57,8 +57,7 @@ class SidecarMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._io: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
-        self.certificates = CertificateMetrics("contextcache_sidecar", registry)
-        self.lost_spans = self._counter("lost_spans", "Trace spans that did not reach the collector.")
+        self.process = ProcessMetrics("contextcache_sidecar", registry)
         self._add_contexts()
         self._add_moves()
         self._add_store()

@@ -77,7 +77,7 @@ class Sidecar:
         self.metrics = SidecarMetrics(registry)
         self.threads = IoThreads(settings.io_threads)
         self.runtime = Runtime(clock, self.metrics, self.threads)
-        self.tls = self.metrics.certificates.open_tls(settings.tls)
+        self.tls = self.metrics.process.open_tls(settings.tls)
         self.directory = directory or DataDirectory(settings.data_dir)
         self.disk = Disk(self.directory, block_bytes_max=BLOCK_BYTES_MAX)
         self.memory = Memory(limit_bytes=settings.memory_bytes())

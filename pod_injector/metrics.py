@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from contextcache.process.metrics import add_build_info
+
 
 class InjectorMetrics:
     """Counters, gauges and histograms in a registry that is passed in."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        add_build_info("contextcache_injector", registry)
         self.reviews = Counter(
             "contextcache_injector_reviews_total",
             "Reviewed pods, by outcome. `injected`: patched. `present`: patched before. Others: the reason "

@@ -26,7 +26,12 @@ PARTS: Mapping[str, Callable[[CollectorRegistry], object]] = {
     "injector": InjectorMetrics,
 }
 """By the second word of their metrics. The connector's package imports vLLM: its source is read instead."""
-_SHARED = ("_certificate_expiry_timestamp_seconds", "_certificate_reload_failures_total", "_lost_spans_total")
+_SHARED = (
+    "_build_info",
+    "_certificate_expiry_timestamp_seconds",
+    "_certificate_reload_failures_total",
+    "_lost_spans_total",
+)
 
 
 @dataclass(frozen=True, slots=True)

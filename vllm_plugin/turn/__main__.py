@@ -38,7 +38,7 @@ async def serve(
     """Serve until `stop` is set, then drain. Calls `on_started` with the port. Raises OSError, ValueError."""
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
-    tls = metrics.certificates.open_tls(settings.tls)
+    tls = metrics.process.open_tls(settings.tls)
     story = compose_turns(settings, metrics, tls)
     with closing(bound_listener(settings.listen_host, settings.listen_port)) as listener:
         async with Forwarder(settings.engine_url, silence_s=settings.engine_timeout_s, tls=tls) as engine:

@@ -33,7 +33,7 @@ def compose_turns(settings: TurnSettings, metrics: TurnMetrics, tls: WatchedTls 
         on_begun=metrics.count_transcript,
     )
     metrics.transcript_memory.set_function(lambda: manager.transcript_bytes)
-    tracer = tracer_of(settings, part="turn", on_lost=metrics.lost_spans.inc)
+    tracer = tracer_of(settings, part="turn", on_lost=metrics.process.lost_spans.inc)
     if not settings.lmcache_url:
         quotas = KVSidecarClient(settings.sidecar, timeout_s=timeout_s, tls=tls)
         kv = SidecarKV(quotas, secret=secret, report_deadline_ms=settings.report_deadline_ms)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from contextcache.process.metrics import CertificateMetrics
+from contextcache.process.metrics import ProcessMetrics
 from vllm_plugin.turn.answer.receipt import TurnUsage
 from vllm_plugin.turn.prompt.matching import Divergence, Outcome
 
@@ -27,7 +27,7 @@ class TurnMetrics:
         def histogram(name: str, text: str, *labels: str) -> Histogram:
             return Histogram(f"{_PREFIX}{name}", text, labels, buckets=_SECONDS, registry=registry)
 
-        self.certificates = CertificateMetrics("contextcache_turn", registry)
+        self.process = ProcessMetrics("contextcache_turn", registry)
         self.turns = counter("turns", "Answered turns, by kind, verdict and source", "kind", "verdict", "source")
         self.outcomes = counter(
             "matches",
@@ -106,7 +106,6 @@ class TurnMetrics:
             "Clock of this machine minus the clock of the gateway that signed the last request, in seconds, "
             "transit included",
         )
-        self.lost_spans = counter("lost_spans", "Trace spans that did not reach the collector")
 
     def count_match(self, outcome: Outcome, diverged: Divergence | None) -> None:
         """Count the relation of one prompt to its transcript."""

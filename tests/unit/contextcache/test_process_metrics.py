@@ -1,0 +1,22 @@
+"""Series that each part has: its version, and none that no query reads."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from deploy.docs.metrics import PARTS
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_tells_its_version_and_no_times_of_creation(part):
+    """Seen failing: the series `…_created` doubled the page of each part."""
+    registry = CollectorRegistry()
+    PARTS[part](registry)
+
+    page = generate_latest(registry).decode()
+
+    assert f'contextcache_{part}_build_info{{version="{version("context-cache-server")}"}} 1.0\n' in page
+    assert "_created" not in page
