@@ -42,7 +42,7 @@ PAUSE_MS = 1_000
 _RESPONSE_HANDLES = HANDLE_FIELDS | RESPONSE_FIELDS
 _SHOWN = re.compile(r"[A-Za-z0-9_.-]{1,160}", re.ASCII)
 """Ids that an error may repeat."""
-_RESPONSE_ID = re.compile(r"resp_([1-9]\d{0,14})_(.{1,128})", re.ASCII)
+_ANSWER_ID = re.compile(r"(resp|msg)_([1-9]\d{0,14})_(.{1,128})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,19 @@ class Continued:
 def response_id(session_id: SessionId, generation: int) -> str:
     """Return the id of the response that committed this generation."""
     return f"resp_{generation}_{session_id}"
+
+
+def message_id(session_id: SessionId, generation: int) -> str:
+    """Return the id of the Anthropic message that committed this generation."""
+    return f"msg_{generation}_{session_id}"
+
+
+def generation_named(answer_id: str) -> tuple[SessionId, int] | None:
+    """Return the context and the generation that the id of a response or message names; None: it names none."""
+    found = _ANSWER_ID.fullmatch(answer_id)
+    if found is None or not SESSION_ID_PATTERN.fullmatch(found[3]):
+        return None
+    return found[3], int(found[2])
 
 
 def continued_by(
@@ -88,7 +101,7 @@ def continued_by(
     generation: int | None = None
     other: SessionId | None = None
     if previous is not None:
-        generation, other = _previous(previous)
+        other, generation = _previous(previous)
     elif said is not None:
         other = _conversation(said)
     if named is not None and other not in (None, named):
@@ -127,13 +140,13 @@ def _no_response(response: str) -> PreviousResponseNotFound:
     return PreviousResponseNotFound(f"Previous response with id '{shown}' not found.", param="previous_response_id")
 
 
-def _previous(said: Any) -> tuple[int, SessionId]:
+def _previous(said: Any) -> tuple[SessionId, int]:
     if not isinstance(said, str):
         raise InvalidRequest("previous_response_id must be a string", param="previous_response_id")
-    found = _RESPONSE_ID.fullmatch(said)
-    if found is None or not SESSION_ID_PATTERN.fullmatch(found[2]):
+    found = generation_named(said) if said.startswith("resp_") else None
+    if found is None:
         raise _no_response(said)
-    return int(found[1]), found[2]
+    return found
 
 
 def _conversation(said: Any) -> SessionId:

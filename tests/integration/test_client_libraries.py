@@ -110,6 +110,49 @@ def litellm_chat(url, streams):
         yield Answered("", usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
 
 
+def openai_diagnosed(url, streams):
+    """Change the tools between two responses, as OpenAI's guide does, and then change nothing."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+        earlier = None
+        for tool in ("get_time", "get_date", "get_date"):
+            answer = client.responses.create(
+                model=MODEL,
+                input="Reply with OK.",
+                store=True,
+                stream=streams,
+                tools=[{"type": "function", "name": tool, "parameters": {}, "strict": False}],
+                prompt_cache_options={"comparison_response_id": earlier} if earlier else openai.omit,
+            )
+            whole = list(answer)[-1].response if streams else answer
+            earlier, found = whole.id, whole.prompt_cache_diagnostics
+            yield None if found is None else (found.type, getattr(found, "reason", None))
+
+
+def anthropic_diagnosed(url, streams):
+    import anthropic
+
+    with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as client:
+        earlier = None
+        for number, tool in enumerate(("get_time", "get_date", "get_date")):
+            body = {
+                "model": MODEL,
+                "max_tokens": 9,
+                "messages": [{"role": "user", "content": "Reply with OK."}],
+                "tools": [{"name": tool, "input_schema": {"type": "object"}}],
+                "diagnostics": {"previous_message_id": earlier},
+                "extra_body": {"session_id": f"mine-{number}", "context_create": "if_missing"},
+            }
+            if streams:
+                with client.messages.stream(**body) as stream:
+                    answer = stream.get_final_message()
+            else:
+                answer = client.messages.create(**body)
+            earlier, found = answer.id, answer.diagnostics
+            yield None if found is None else found.cache_miss_reason.type
+
+
 async def third_turn(pod, turns):
     """Take turns until the last, of whose prompt the engine has some cached; return what the library counted."""
     counted = []
@@ -131,6 +174,21 @@ async def test_a_library_counts_the_cached_tokens_of_the_third_turn_as_we_do(pod
     counted = await third_turn(pod, library(pod.url, streams))
 
     assert (counted.prompt_tokens, counted.cached_tokens) == (len(engine_s_prompt(pod)), CACHED)
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("library", "found"),
+    [
+        (openai_diagnosed, [None, ("cache_miss", "tools_changed"), ("cache_hit", None)]),
+        (anthropic_diagnosed, [None, "tools_changed", None]),
+    ],
+)
+async def test_a_library_reads_the_diagnostics_that_it_asks_for(pod, library, found, streams):
+    """Seen failing: without the fields, openai's was None and anthropic's too."""
+    pod.engine.cached_tokens = 5
+
+    assert await asyncio.to_thread(lambda: list(library(pod.url, streams))) == found
 
 
 @pytest.mark.thorough

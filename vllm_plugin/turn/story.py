@@ -46,15 +46,17 @@ from contextcache.model import (
 )
 from contextcache.names import new_cache_ref
 from contextcache.process.crash_points import crash_point
-from contextcache.responses import Labels
+from contextcache.responses import LOOK_UP_S, Labels, generation_named
 from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
 from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.answer.delivery import Delivery
+from vllm_plugin.turn.answer.diagnostics import Cause, Comparison
 from vllm_plugin.turn.answer.repeats import give_again
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
 from vllm_plugin.turn.engine import ASGIApp
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
+from vllm_plugin.turn.prompt.comparing import compare
 from vllm_plugin.turn.prompt.composition import compose_first, compose_turn
 from vllm_plugin.turn.prompt.matching import match, under_instructions
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, with_new_messages
@@ -160,6 +162,7 @@ class TurnStory:
             self._note_served(new.session_id)
             with child_span("turn compose"):
                 turn.prompt = await compose_first(client.engine, request)
+            await self._compare(turn, Transcript())
             await self._run(turn)
 
     async def continue_turn(self, client: Client, request: TurnRequest, session_id: SessionId) -> None:
@@ -194,7 +197,44 @@ class TurnStory:
             with child_span("turn compose"):
                 turn.prompt = await compose_turn(client.engine, request, transcript, found)
             self.metrics.count_match(turn.prompt.outcome, turn.prompt.diverged)
+            await self._compare(turn, transcript)
             await self._run(turn)
+
+    async def _compare(self, turn: Turn, transcript: Transcript) -> None:
+        """Compare the prompt with that of the earlier answer that the client names, of this context or another.
+
+        `transcript`: the context's own. A comparison that cannot be made never fails the turn.
+        """
+        answer_id, own = turn.request.compared_with, turn.session
+        if not answer_id:
+            return
+        named, session = generation_named(answer_id), own
+        turn.comparison = Comparison(Cause.NOT_FOUND)
+        if named is None:
+            return
+        # A branch has the transcript of the generation that it was made from.
+        if named not in ((own.session_id, own.generation), own.forked_from if own.generation == 1 else None):
+            try:
+                async with asyncio.timeout(LOOK_UP_S):
+                    session, segments = await self.manager.begin_turn(
+                        own.tenant,
+                        named[0],
+                        lease_id=turn.lease_id,
+                        lease_ttl_ms=self.settings.lease_ttl_ms,
+                        read_only=True,
+                    )
+            except (ContextNotFound, ContextExpired):
+                return
+            except (ContextCacheError, TimeoutError):
+                turn.comparison = Comparison(Cause.UNKNOWN)
+                return
+            if session.generation != named[1]:
+                # Nothing tells which part of a longer transcript an older generation had.
+                cause = Cause.UNKNOWN if named[1] < session.generation else Cause.NOT_FOUND
+                turn.comparison = Comparison(cause)
+                return
+            transcript = Transcript(segments)
+        turn.comparison = compare(turn.prompt, turn.request, session, transcript)
 
     async def drop_branch(self, tenant: TenantId, session_id: SessionId) -> None:
         """Remove a branch that its turn did not take over; any other context stays. Waits a moment for that."""

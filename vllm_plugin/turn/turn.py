@@ -12,6 +12,7 @@ from contextcache.identity import Identity
 from contextcache.model import CacheRef, CacheSessionMetadata, LoadedKV, UsageFormat
 from contextcache.phases import Phases
 from vllm_plugin.turn.answer.chat import Dialect
+from vllm_plugin.turn.answer.diagnostics import Comparison
 from vllm_plugin.turn.answer.keep_alive import KeepAlive
 from vllm_plugin.turn.answer.repeats import Recording
 from vllm_plugin.turn.engine import Engine, Receive, Scope, Send
@@ -110,6 +111,8 @@ class Turn:
     """Sidecar of this pod, for an engine of another pod."""
     resumed: list[dict[str, str | int]] = field(default_factory=list)
     """Each continuation by another engine: `at_token` (tokens known before), pods `from` and `to`, `paused_ms`."""
+    comparison: Comparison | None = None
+    """The prompt beside that of the answer in `request.compared_with`; None: that names none."""
     loaded: LoadedKV | None = None
     no_kv: str = ""
     """Reason why no KV could be reused, or, after a create, why none is durable yet."""

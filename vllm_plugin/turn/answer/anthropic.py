@@ -1,7 +1,7 @@
 """Turns on `/v1/messages`: the chat's turns, told in Anthropic's words. Imports nothing of vLLM's.
 
 Events are those of Anthropic's API (https://platform.claude.com/docs/en/build-with-claude/streaming; types of its
-package `anthropic` 2.11). Their blocks are those of vLLM 0.32 entrypoints/anthropic/serving.py.
+package `anthropic` 2.14). Their blocks are those of vLLM 0.32 entrypoints/anthropic/serving.py.
 `tests/unit/vllm_plugin/turn/test_anthropic_beside_vllm.py` compares requests and answers, and lists the differences.
 """
 
@@ -19,11 +19,13 @@ from typing_extensions import override
 from contextcache.errors import EngineFailed, error_object
 from contextcache.fields import OUR_FIELDS
 from contextcache.model import SessionId, UsageFormat
+from contextcache.responses import message_id
 from vllm_plugin.turn.answer.chat import AnswerResult, Dialect, JsonAnswer, SseAnswer, compact_json
+from vllm_plugin.turn.answer.diagnostics import anthropic_diagnostics
 from vllm_plugin.turn.answer.events import Event, EventSplitter
 from vllm_plugin.turn.engine import Engine
 from vllm_plugin.turn.prompt.message_input import Template, chat_of, client_field
-from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_turn
+from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_compared, read_turn
 from vllm_plugin.turn.refusals import engine_error
 from vllm_plugin.turn.turn import Client, Turn
 
@@ -47,7 +49,11 @@ class Anthropic(Dialect):
         assert self._template is not None
         chat = chat_of(body, self._template) | {key: body[key] for key in OUR_FIELDS if key in body}
         # Anthropic's usage has read and computed tokens, which are the whole prompt.
-        return replace(read_turn(CHAT_PATH, chat, client.headers), usage=UsageFormat.OPENAI)
+        return replace(
+            read_turn(CHAT_PATH, chat, client.headers),
+            usage=UsageFormat.OPENAI,
+            compared_with=read_compared(body, "diagnostics", "previous_message_id"),
+        )
 
     @override
     def client_field(self, param: str) -> str:
@@ -57,14 +63,15 @@ class Anthropic(Dialect):
     @override
     def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:
         """Return a reader of the chat's answer that writes Anthropic's."""
-        return _MessageStream(turn.request) if turn.request.stream else _WholeMessage(turn.request)
+        return _MessageStream(turn) if turn.request.stream else _WholeMessage(turn)
 
 
 class _WholeMessage(JsonAnswer):
     """A whole answer."""
 
-    def __init__(self, request: TurnRequest) -> None:
-        super().__init__(request)
+    def __init__(self, turn: Turn) -> None:
+        super().__init__(turn.request)
+        self._turn = turn
         self._message: _Json = {}
 
     @override
@@ -81,12 +88,13 @@ class _WholeMessage(JsonAnswer):
             function = call["function"]
             given = msgspec.convert(json.loads(function["arguments"]), _Json)
             blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
-        self._message = {**_head(self._answer), "content": blocks, **_stop(self.result)}
+        self._message = {**_head(self._turn, self._answer), "content": blocks, **_stop(self.result)}
 
     @override
     def closing(self, usage: _Json, session: _Json) -> bytes:
         """Return the message with the turn's usage and session fields."""
-        return compact_json({**self._message, **session, "usage": _usage(usage, self._answer["usage"])})
+        told = {**self._message, **session, "usage": _usage(usage, self._answer["usage"])}
+        return compact_json(told if usage["context"]["committed"] else {**told, "id": self._answer["id"]})
 
 
 class _MessageStream(SseAnswer):
@@ -94,8 +102,9 @@ class _MessageStream(SseAnswer):
 
     tells_done: ClassVar[bool] = False
 
-    def __init__(self, request: TurnRequest) -> None:
-        super().__init__(request)
+    def __init__(self, turn: Turn) -> None:
+        super().__init__(turn.request)
+        self._turn = turn
         self._has_begun = False
         self._open: _Json = {}
         """The block that is being told; empty: none."""
@@ -144,7 +153,7 @@ class _MessageStream(SseAnswer):
             self._has_begun = True
             usage = chunk.get("usage") or {}
             empty: _Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(usage, usage)}
-            yield {"type": "message_start", "message": {**_head(chunk), **empty}}
+            yield {"type": "message_start", "message": {**_head(self._turn, chunk), **empty}}
         for choice in chunk["choices"]:
             delta = choice["delta"]
             if thought := delta.get("reasoning"):
@@ -201,8 +210,14 @@ def _event(told: _Json) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (told["type"].encode(), compact_json(told))
 
 
-def _head(chat: _Json) -> _Json:
-    return {"id": chat["id"], "type": "message", "role": "assistant", "model": chat["model"]}
+def _head(turn: Turn, chat: _Json) -> _Json:
+    """Return the fields that are known before the answer's text. The id names the generation that the turn commits."""
+    head: _Json = {"id": chat["id"], "type": "message", "role": "assistant", "model": chat["model"]}
+    if turn.save_ref is not None:
+        head["id"] = message_id(turn.session.session_id, turn.session.generation + 1)
+    if turn.request.compared_with is not None:
+        head["diagnostics"] = anthropic_diagnostics(turn.comparison)
+    return head
 
 
 def _stop(result: AnswerResult) -> _Json:

@@ -329,8 +329,8 @@ def _decoded(data: bytes) -> Any:
         return json.loads(data)
 
 
-def compact_json(answer: dict[str, Any]) -> bytes:
-    """Return an event's data in UTF-8."""
+def compact_json(answer: Any) -> bytes:
+    """Return a value, such as an event's data, as JSON in UTF-8."""
     try:
         return msgspec.json.encode(answer)
     except (UnicodeEncodeError, OverflowError):  # half a surrogate pair is no UTF-8: written as it came, escaped

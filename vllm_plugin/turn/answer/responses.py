@@ -24,9 +24,10 @@ from contextcache.fields import OUR_FIELDS
 from contextcache.model import ContextMode, SessionId, UsageFormat
 from contextcache.responses import RESPONSE_FIELDS, continued_by, response_id
 from vllm_plugin.turn.answer.chat import UNREADABLE, AnswerResult, Dialect, JsonAnswer, SseAnswer, compact_json
+from vllm_plugin.turn.answer.diagnostics import openai_diagnostics
 from vllm_plugin.turn.answer.events import Event, EventSplitter
 from vllm_plugin.turn.answer.response_output import ResponseOutput
-from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_turn
+from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_compared, read_turn
 from vllm_plugin.turn.prompt.response_input import ToolNames, chat_fields, client_field, custom_arguments, custom_input
 from vllm_plugin.turn.refusals import engine_error
 from vllm_plugin.turn.turn import Client, Turn
@@ -73,6 +74,7 @@ class Responses(Dialect):
             instructions=body.get("instructions") or ("" if _continues(body) else None),
             follows=_continues(body),
             item_ids=_item_ids(body.get("input")),
+            compared_with=read_compared(body, "prompt_cache_options", "comparison_response_id") or None,
             said={key: body[key] for key in _REPEATED.keys() | RESPONSE_FIELDS if body.get(key) is not None},
         )
 
@@ -140,7 +142,11 @@ class _Response:
         }
         is_whole = result.finish_reason != "length" and not self._turn.request.prefill_only
         status = "completed" if is_whole else "incomplete"
-        return self.told(status, **session, usage=counted)
+        compared = self._turn.comparison
+        if compared is None:
+            return self.told(status, **session, usage=counted)
+        found = openai_diagnostics(compared, cached_tokens=counted["input_tokens_details"]["cached_tokens"])
+        return self.told(status, **session, usage=counted, prompt_cache_diagnostics=found)
 
     def remember(self, result: AnswerResult) -> None:
         """Note the ids of the items, and calls of custom tools in the form in which they may be sent again."""

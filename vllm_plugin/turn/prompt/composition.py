@@ -15,6 +15,7 @@ begins with more tokens than the window has cannot fit, however it goes on. Only
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 from contextcache.errors import ContextCacheError, ContextLengthExceeded, InvalidRequest
 from contextcache.model import Segment, SegmentKind
 from contextcache.terms import whole
-from vllm_plugin.turn.answer.chat import AnswerResult
+from vllm_plugin.turn.answer.chat import AnswerResult, compact_json
 from vllm_plugin.turn.engine import Engine
 from vllm_plugin.turn.prompt.matching import Divergence, Outcome, PromptMatch, Why
 from vllm_plugin.turn.prompt.request import (
@@ -35,7 +36,7 @@ from vllm_plugin.turn.prompt.request import (
     TurnRequest,
     messages_json,
 )
-from vllm_plugin.turn.prompt.transcript import ITEM_IDS, Transcript, common_prefix, whole_segments
+from vllm_plugin.turn.prompt.transcript import ITEM_IDS, SHOWN_WITH, Transcript, common_prefix, whole_segments
 
 _PLACEHOLDER = "Yes."
 _OTHER_PLACEHOLDER = "No."
@@ -53,6 +54,7 @@ SHORT_CHARS = CHARS_PER_TOKEN * SHORT_TOKENS
 """Longer texts are looked at: a shorter one is tokenised in milliseconds."""
 CUT_TOKENS = 64
 """Tokens by which two pieces may have more than both together: a cut changes only the tokens next to it."""
+_DIGEST_CHARS = 16
 _SHOWN_ROLES = frozenset({"system", "user"})
 
 
@@ -143,9 +145,20 @@ async def answer_segment(engine: Engine, request: TurnRequest, result: AnswerRes
     if not ids:
         return None
     if chat:
-        delivered = {ITEM_IDS: result.item_ids} if result.item_ids else {}
+        ours = {ITEM_IDS: result.item_ids, SHOWN_WITH: settings_shown(request)}
+        delivered = {name: value for name, value in ours.items() if value}
         return Segment(SegmentKind.ANSWER, ids, messages_json=messages_json((result.message() | delivered,)))
     return Segment(SegmentKind.ANSWER, ids, text=result.text)
+
+
+def settings_shown(request: TurnRequest) -> dict[str, str]:
+    """Return the settings that a template shows besides the messages: a digest of the tools, the reasoning effort."""
+    fields = request.template_fields
+    arguments = fields.get("chat_template_kwargs")
+    effort = arguments.get("reasoning_effort") if isinstance(arguments, dict) else None
+    tools = compact_json(fields["tools"]) if fields.get("tools") else b""
+    shown = {"tools": tools and hashlib.sha256(tools).hexdigest()[:_DIGEST_CHARS], "effort": effort}
+    return {name: value for name, value in shown.items() if value and isinstance(value, str)}
 
 
 async def _ids_of(engine: Engine, request: TurnRequest, prompt: ClientPrompt, *, at_start: bool) -> tuple[int, ...]:

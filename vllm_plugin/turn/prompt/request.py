@@ -109,6 +109,8 @@ class TurnRequest:
     """The client named the answer that the messages follow: a response's `previous_response_id`, `conversation`."""
     item_ids: frozenset[str] = frozenset()
     """Ids of a response's input items: those that a context delivered are history."""
+    compared_with: str | None = None
+    """Id of the earlier answer to compare prompts with; empty: there is none yet. None: no diagnostics."""
     said: Mapping[str, Any] = field(default_factory=dict)
     """Fields that the answer repeats: a response's `previous_response_id`, `conversation`."""
 
@@ -167,6 +169,21 @@ def _refusal(fault: str, unknown: str) -> InvalidRequest:
         param, fault = f"{param}.{fault.split('`')[1]}".removeprefix("."), "is required"
     fault = fault[:_FAULT_CHARS_MAX].replace("Expected ", "must be ", 1)
     return InvalidRequest(f"`{param}`: {fault}" if param else fault, param=param or None)
+
+
+def read_compared(body: Mapping[str, Any], name: str, key: str) -> str | None:
+    """Return the answer id in `body[name][key]`; empty: the object has none. None: no object. Raises InvalidRequest."""
+    asked = body.get(name)
+    if asked is None:
+        return None
+    if not isinstance(asked, dict):
+        raise InvalidRequest(f"{name} must be an object", param=name)
+    answer_id = asked.get(key)
+    if answer_id is None:
+        return ""
+    if not isinstance(answer_id, str):
+        raise InvalidRequest(f"{name}.{key} must be a string", param=f"{name}.{key}")
+    return answer_id
 
 
 def with_new_messages(request: TurnRequest, new: Sequence[int] | None) -> TurnRequest:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -20,6 +20,8 @@ from vllm_plugin.turn.prompt.meaning import Meaning, meanings
 
 ITEM_IDS = "item_ids"
 """Key of a stored answer of `/v1/responses`: ids of its output items. No part of the message that a template gets."""
+SHOWN_WITH = "shown_with"
+"""Key of a stored answer: a digest of the tools, and the reasoning effort, that the template got with its prompt."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,17 @@ def segment_messages(segment: Segment) -> tuple[dict[str, Any], ...]:
     if segment.kind is SegmentKind.ANSWER:
         for message in messages:
             message.pop(ITEM_IDS, None)
+            message.pop(SHOWN_WITH, None)
     return messages
+
+
+def shown_with(transcript: Transcript) -> Mapping[str, str]:
+    """Return the settings that the template got with the prompt of the last answer; empty: none, or unknown."""
+    last = transcript.segments[-1] if transcript.segments else None
+    if last is None or SHOWN_WITH not in last.messages_json:
+        return {}
+    found: Mapping[str, str] = json.loads(last.messages_json)[-1].get(SHOWN_WITH, {})
+    return found
 
 
 def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:

@@ -175,7 +175,7 @@ def call(arguments: str, *, index: int = 0, **more: Any) -> dict[str, Any]:
 
 def answering(chat: dict[str, Any]) -> Any:
     request = read_turn(CHAT_PATH, chat_of({"model": "m", "max_tokens": 50, **talk("Hi"), **chat}, IN_PLACE), {})
-    return Anthropic().answer(SimpleNamespace(request=request))
+    return Anthropic().answer(SimpleNamespace(request=request, save_ref=None))
 
 
 MESSAGES = [

@@ -330,7 +330,9 @@ def reader(*, stream=True, **said):
     body = {"model": "m", "input": "Hi", "stream": stream, "conversation": "mine", **said}
     request = dialect.turn(SimpleNamespace(path=PATH, headers={}), body, json.dumps(body).encode(), "mine")
     session = SimpleNamespace(session_id="mine", generation=0)
-    return dialect.answer(SimpleNamespace(request=request, session=session, save_ref="ref", started_ms=1000))
+    return dialect.answer(
+        SimpleNamespace(request=request, session=session, save_ref="ref", started_ms=1000, comparison=None)
+    )
 
 
 def chunk(finish_reason=None, *, logprobs=None, **delta):

@@ -294,7 +294,9 @@ def stream(deltas: list[dict[str, Any]], finish_reason: str) -> list[Any]:
         SimpleNamespace(path="/v1/responses", headers={}), body, json.dumps(body).encode(), "mine"
     )
     session = SimpleNamespace(session_id="mine", generation=0)
-    reader = Responses().answer(SimpleNamespace(request=request, session=session, save_ref="ref", started_ms=1000))
+    reader = Responses().answer(
+        SimpleNamespace(request=request, session=session, save_ref="ref", started_ms=1000, comparison=None)
+    )
     chunks = [{"choices": [{"index": 0, "delta": delta, "token_ids": [7]}]} for delta in deltas]
     chunks[-1]["choices"][0]["finish_reason"] = finish_reason
     chunks.append({"choices": [], "usage": {"completion_tokens": len(deltas)}})
