@@ -360,6 +360,21 @@ class KVFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Promise:
+    """Minimum lifetime of sealed KV, as the sidecar has granted or denied it."""
+
+    until_ms: int = 0
+    """Unix time in ms until which nothing evicts the KV; 0: there is no promise."""
+    pinned: bool = False
+    """Whether it stays in memory too."""
+    reason: str = ""
+    """Reason for a denial: `no_room`, `tenant_share` or `not_saved`."""
+
+
+NO_PROMISE = Promise()
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Content of a `cache_ref`: tokens with KV, their files, the fingerprint and the expiry."""
 
@@ -381,6 +396,7 @@ class Manifest:
     """Owner of its tails; empty: itself. A fork has the tails of its source."""
     interrupted: bool = False
     """Whether its turn ended without a commit: it expires soon, and is evicted before any context."""
+    promise: Promise = NO_PROMISE
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +406,7 @@ class SaveOutcome:
     is_sealed: bool
     reason: str = ""
     """Reason why there is no KV, a short fixed phrase; empty: the save may still end well, or is forgotten."""
+    promise: Promise = NO_PROMISE
 
 
 @dataclass(frozen=True, slots=True)

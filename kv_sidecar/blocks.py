@@ -66,8 +66,14 @@ PHASES = Phases[BlockPhase](
 )
 """Every step ends with the state of the disk. A file that could not be removed is stored again."""
 
-Holder: TypeAlias = Literal["manifest", "kept", "save", "lease"]
+PromiseKind: TypeAlias = Literal["promise", "pin"]
+"""References of a manifest with a promise, beside its own: on disk, and if it is pinned, in memory too."""
+Holder: TypeAlias = Literal["manifest", "kept", "save", "lease"] | PromiseKind
 """Kinds of references. A manifest of kept KV refers as `kept` only."""
+
+
+_PINNING: tuple[Holder, ...] = ("lease", "pin")
+"""References that keep a block's slot in memory."""
 
 
 @dataclass(slots=True)
@@ -78,10 +84,12 @@ class References:
     kept: int = 0
     save: int = 0
     lease: int = 0
+    promise: int = 0
+    pin: int = 0
 
     def __bool__(self) -> bool:
         """Return whether anything refers to the block."""
-        return bool(self.manifest or self.kept or self.save or self.lease)
+        return bool(self.manifest or self.kept or self.save or self.lease or self.promise)
 
     @property
     def is_kept_alone(self) -> bool:
@@ -173,6 +181,8 @@ class Blocks:
         """Bytes on disk and bytes reserved, by tenant."""
         self._kept: Counter[TenantId] = Counter()
         """Bytes that only kept KV refers to, by tenant."""
+        self._promised: dict[PromiseKind, Counter[TenantId]] = {"promise": Counter(), "pin": Counter()}
+        """Bytes under promises, by tenant: each block once."""
         self.inodes: tuple[int, int] | None = None
         """Free inodes and all inodes of the filesystem at the last change; None: unknown."""
 
@@ -205,7 +215,7 @@ class Blocks:
         for key in keys:
             block = self._blocks.get(key) or self._blocks.setdefault(key, Block(key))
             self._refer(block, who, 1)
-            if who == "lease" and block.refs.lease == 1 and (slot := block.in_memory) is not None:
+            if who in _PINNING and getattr(block.refs, who) == 1 and (slot := block.in_memory) is not None:
                 self._memory.pin(slot)
 
     def let_go(self, keys: Iterable[BlockKey], who: Holder) -> list[BlockKey]:
@@ -214,7 +224,7 @@ class Blocks:
         for key in keys:
             block = self._blocks[key]
             self._refer(block, who, -1)
-            if who == "lease" and not block.refs.lease and (slot := block.in_memory) is not None:
+            if who in _PINNING and not getattr(block.refs, who) and (slot := block.in_memory) is not None:
                 self._memory.unpin(slot)
             if not block.refs:
                 left.append(key)
@@ -296,8 +306,9 @@ class Blocks:
         self.drop_copy(block)
         block.slot, block.is_from_disk = slot, is_from_disk
         self._memory.keep(slot)
-        if block.refs.lease:
-            self._memory.pin(slot)
+        for who in _PINNING:
+            if getattr(block.refs, who):
+                self._memory.pin(slot)
 
     def drop_copy(self, block: Block) -> None:
         """Free a block's slot. A reader that has it notices by its generation."""
@@ -331,6 +342,14 @@ class Blocks:
     def kept_bytes(self, tenant: TenantId) -> int:
         """Return the bytes of a tenant that only kept KV refers to."""
         return self._kept[tenant]
+
+    def promised_bytes(self, kind: PromiseKind, tenant: TenantId) -> int:
+        """Return the bytes of a tenant under promises."""
+        return self._promised[kind][tenant]
+
+    def all_promised_bytes(self, kind: PromiseKind) -> int:
+        """Return the bytes of all tenants under promises."""
+        return self._promised[kind].total()
 
     def bytes_by_tenant(self) -> Mapping[TenantId, int]:
         """Return the bytes of every tenant's files."""
@@ -375,12 +394,12 @@ class Blocks:
         return Shortage(self._used[tenant] + size_bytes - limit_bytes if limit_bytes else 0)
 
     def _refer(self, block: Block, who: Holder, change: int) -> None:
-        is_counted = who == "kept" or (who == "manifest" and block.refs.kept)
+        is_counted = who in ("kept", "promise", "pin") or (who == "manifest" and block.refs.kept)
         if is_counted:
-            self._count_kept(block, -1)
+            self._count(block, -1)
         setattr(block.refs, who, getattr(block.refs, who) + change)
         if is_counted:
-            self._count_kept(block, 1)
+            self._count(block, 1)
 
     def _resize(self, block: Block, size_bytes: int | None, tenant: TenantId | None = None) -> None:
         for sign in (-1, 1):
@@ -388,13 +407,17 @@ class Blocks:
                 self._num_stored += sign
                 self._stored_bytes += sign * block.disk_bytes
                 self._used[block.tenant] += sign * block.disk_bytes
-                self._count_kept(block, sign)
+                self._count(block, sign)
             if sign < 0:
                 block.disk_bytes, block.tenant = size_bytes, block.tenant if tenant is None else tenant
 
-    def _count_kept(self, block: Block, sign: int) -> None:
+    def _count(self, block: Block, sign: int) -> None:
+        size_bytes = sign * (block.disk_bytes or 0)
         if block.refs.is_kept_alone:
-            self._kept[block.tenant] += sign * (block.disk_bytes or 0)
+            self._kept[block.tenant] += size_bytes
+        for kind, counted in self._promised.items():
+            if getattr(block.refs, kind):
+                counted[block.tenant] += size_bytes
 
     def _reserve(self, tenant: TenantId, size_bytes: int) -> None:
         self._reserved_bytes += size_bytes

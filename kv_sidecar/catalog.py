@@ -29,7 +29,7 @@ from contextcache.errors import (
     InvalidRequest,
     SidecarUnavailable,
 )
-from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.model import NO_PROMISE, CacheRef, Manifest, Promise, SessionId, TenantId
 from contextcache.names import CACHE_REF_PATTERN, check_cache_refs, check_session_id, check_tenant, prompt_ref
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
@@ -38,10 +38,11 @@ from kv_sidecar.format.ids import BlockKey, require_fingerprint
 from kv_sidecar.format.manifest import block_key, num_files
 from kv_sidecar.intake import Intake
 from kv_sidecar.limits import Limits
+from kv_sidecar.promises import NOT_SAVED, Promises
 from kv_sidecar.refs import PENDING, Phase, Ref, Refs
 from kv_sidecar.retention import Leases, LeaseTerms, Removed, Retention, keys_of
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.saves import ENGINE_GONE, FailedSave, MoreTokens, NewSave, PreparedSave, Save
+from kv_sidecar.saves import ENGINE_GONE, FailedSave, MoreTokens, NewSave, PreparedSave, Save, check_retain_ms
 from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
 from kv_sidecar.sealed.prefixes import Found, PrefixQuestion
 from kv_sidecar.tiers.memory import LentSlot, Place
@@ -93,8 +94,14 @@ class ContextCatalog:
         self.refs = refs
         self.tiers = tiers
         self.manifests = manifests
+        self.promises = Promises(runtime, manifests, tiers.blocks, limits)
         self.retention = Retention(
-            runtime, refs, tiers=tiers, manifests=manifests, guarantee_bytes=limits.tenant_guarantee_bytes
+            runtime,
+            refs,
+            tiers=tiers,
+            manifests=manifests,
+            promises=self.promises,
+            guarantee_bytes=limits.tenant_guarantee_bytes,
         )
         self._runtime = runtime
         self._blocks = tiers.blocks
@@ -150,8 +157,9 @@ class ContextCatalog:
                 else:
                     files = await self._runtime.threads.run(save.new_files, more)
                 save.grow(more, files)
-                if save.new.is_kept and save.is_whole:
-                    self.retention.refuse_repetition(save.manifest())
+                if save.new.is_kept and save.is_whole and (kept := self.retention.repeated(save.manifest())):
+                    self._retain_soon(kept, save.new)
+                    raise ContextExists("these tokens are already kept")
                 await self.retention.make_share(save.new.tenant, 1, for_kept=save.new.is_expendable)
                 return self._intake.announce(ref, save, more)
         finally:
@@ -247,8 +255,15 @@ class ContextCatalog:
 
     async def _publish(self, ref: Ref, save: Save, *, is_rest: bool = False) -> None:
         plan = self._intake.publish_rest if is_rest else self._intake.publish
+
+        def promised() -> Manifest | None:
+            manifest = plan(ref, save)
+            return self.promises.at_seal(manifest, save.new) if manifest is not None else None
+
         try:
-            record = await self.manifests.publish(lambda: plan(ref, save))
+            if save.new.pinned and save.is_whole:
+                await self.tiers.read_ahead(save.manifest())
+            record = await self.manifests.publish(promised)
         except Exception as exc:
             if ref.phase is Phase.PUBLISHING:
                 code = _code_of(exc)
@@ -265,6 +280,9 @@ class ContextCatalog:
         # KV from the store is there already, and a peer writes its own kept KV.
         if not record.interrupted and (not ref.source or (ref.source == "peer" and not record.is_kept)):
             self.manifests.on_change("sealed", record)
+        if save.new.retain_ms:
+            self.promises.count(record.promise)
+            self.promises.end_covered(replace(save.manifest(), promise=record.promise))
         if record.is_kept:
             await self.retention.replace(save.manifest())
 
@@ -419,16 +437,68 @@ class ContextCatalog:
         if record is None or self._reading_ahead.locked():
             return
         async with self._reading_ahead:
-            with suppress(SidecarUnavailable):
-                manifest = await self.manifests.read(record)
-                if manifest is not None:
-                    await self.tiers.read_ahead(manifest)
+            await self._bring(record)
 
     async def end_load(self, lease_id: str) -> None:
         """End a load's lease, and free what was deleted meanwhile. Idempotent."""
         keys = self._leases.end(lease_id)
         if keys:
             await self._finish(self.tiers.free(keys))
+
+    async def retain(
+        self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, retain_ms: int, pinned: bool
+    ) -> Promise:
+        """Promise that the first sealed KV of these stays for so long, `pinned` in memory too; or say why not.
+
+        A denial waits for no write. Raises InvalidRequest, StorageFull, SidecarUnavailable.
+        """
+        check_tenant(tenant)
+        check_cache_refs(cache_refs)
+        check_retain_ms(retain_ms)
+        promise = Promise(reason=NOT_SAVED)
+
+        def promised(record: ManifestRecord) -> ManifestRecord | None:
+            nonlocal promise
+            changed = self.promises.later(record, retain_ms=retain_ms, pinned=pinned)
+            promise = changed.promise
+            return None if promise.reason else changed
+
+        found = (self.manifests.live(tenant, cache_ref) for cache_ref in cache_refs)
+        record = next((it for it in found if it is not None and not it.interrupted), None)
+        if record is not None and pinned:
+            await self._bring(record)
+        if record is not None and promised(record) is not None:
+            names = [record.cache_ref]
+            changing = self.manifests.change(
+                lambda: [it for name in names if (it := self.manifests.live(tenant, name))], promised
+            )
+            if not await self._finish(changing) and not promise.reason:
+                promise = Promise(reason=NOT_SAVED)  # deleted, or lost, meanwhile
+        self.promises.count(promise)
+        return promise
+
+    def is_promised(self, tenant: TenantId, cache_ref: CacheRef) -> bool:
+        """Return whether sealed KV of this tenant is under a promise."""
+        record = self.manifests.live(tenant, cache_ref)
+        return record is not None and self.promises.is_promised(record)
+
+    def _retain_soon(self, record: ManifestRecord, new: NewSave) -> None:
+        """Give kept KV the promise that a save of the same tokens asks for."""
+        if new.retain_ms:
+            retaining = self.retain(record.tenant, [record.cache_ref], retain_ms=new.retain_ms, pinned=new.pinned)
+            self._runtime.threads.begin(retaining)
+
+    async def restore_pins(self) -> None:
+        """Bring the KV that is promised in memory there again, after a start."""
+        for record in self.manifests:
+            if record.promise.pinned and self.promises.is_promised(record):
+                await self._bring(record)
+
+    async def _bring(self, record: ManifestRecord) -> None:
+        with suppress(SidecarUnavailable):
+            manifest = await self.manifests.read(record)
+            if manifest is not None:
+                await self.tiers.read_ahead(manifest)
 
     async def touch(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
         """Move the expiry of a session's unexpired manifests and of its saves in flight; return how many manifests."""
@@ -492,6 +562,7 @@ class ContextCatalog:
                 expires_at_ms=terms.expires_at_ms,
                 tail_ref=manifest.tail_ref or manifest.cache_ref,
                 interrupted=False,
+                promise=NO_PROMISE,
             )
 
         try:
@@ -526,6 +597,7 @@ class ContextCatalog:
         num_replaced = await self.retention.remove_replaced()
         self._intake.end_overdue()
         self._leases.expire()
+        self.manifests.end_promises()
         now_ms = self._runtime.clock.now_ms()
         expired = [record for record in self.manifests if record.expires_at_ms <= now_ms]
         records, freed = await self.retention.sweep(expired, self._runtime.metrics.collected)

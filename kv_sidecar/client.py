@@ -22,6 +22,7 @@ from contextcache.model import (
     KeptGroup,
     LoadedKV,
     Manifest,
+    Promise,
     SaveOutcome,
     SessionId,
     TenantId,
@@ -101,7 +102,14 @@ class KVSidecarClient:
         """Return whether the manifest became durable within `timeout_ms`, and the reason if it never will."""
         request = pb.WaitSealedRequest(tenant=tenant, cache_ref=cache_ref, timeout_ms=timeout_ms)
         answer = await self._call(self._stub().WaitSealed, request, wait_ms=timeout_ms)
-        return SaveOutcome(answer.sealed, answer.reason)
+        return SaveOutcome(answer.sealed, answer.reason, value_of(Promise, answer.promise))
+
+    async def retain_context(
+        self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, retain_ms: int, pinned: bool
+    ) -> Promise:
+        """Ask for a minimum lifetime of the first sealed KV of these; return the promise or the reason against it."""
+        request = pb.RetainContextRequest(tenant=tenant, cache_refs=cache_refs, retain_ms=retain_ms, pinned=pinned)
+        return value_of(Promise, (await self._call(self._stub().RetainContext, request)).promise)
 
     async def get_manifest(self, tenant: TenantId, cache_ref: CacheRef) -> tuple[Manifest, str]:
         """Return the manifest, without its files, and the tier that would serve most of it. Raises CacheRefNotFound."""
@@ -132,10 +140,20 @@ class KVSidecarClient:
         return ForkedKV(answer.size_bytes, TIER_NAMES.get(answer.tier, "none")) if answer.forked else None
 
     async def delete_context(
-        self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: Sequence[CacheRef] = ()
+        self,
+        tenant: TenantId,
+        *,
+        session_id: SessionId = "",
+        cache_refs: Sequence[CacheRef] = (),
+        replaced: bool = False,
     ) -> int:
-        """Delete all KV of a session, or of these refs; return the bytes freed on disk."""
-        request = pb.DeleteContextRequest(tenant=tenant, session_id=session_id, cache_refs=cache_refs)
+        """Delete all KV of a session, or of these refs; return the bytes freed on disk.
+
+        `replaced`: newer generations have replaced the refs, and promised KV stays until its promise ends.
+        """
+        request = pb.DeleteContextRequest(
+            tenant=tenant, session_id=session_id, cache_refs=cache_refs, replaced=replaced
+        )
         answer = await self._call(self._stub().DeleteContext, request)
         return answer.freed_bytes
 

@@ -29,6 +29,8 @@ class Limits:
     """Longest life of a lease without an end. Longer than any load takes."""
     tenant_guarantee_bytes: int = 0
     """Bytes on disk that saves of other tenants do not evict, for each tenant."""
+    promised_share: float = 0.5
+    """Share of the disk tier that promises may take. In memory they may take half of this share."""
     max_pulls: int = 8
     """Pulls at once, half of them for prefixes; a further pull is refused. They share one link and one disk."""
     pull_timeout_s: float = 10.0

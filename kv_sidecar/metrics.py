@@ -104,6 +104,12 @@ class SidecarMetrics:
             "evicted_contexts",
             "Manifests evicted from disk to make room, least recently used first. Their next turn computes the prompt.",
         )
+        self.promises = self._counter(
+            "promises",
+            "Decisions on minimum lifetimes of KV. `accepted`, or the reason for a denial: `no_room` (the share of the "
+            "tier is used up), `tenant_share` (the tenant's part is), `not_saved`.",
+            "outcome",
+        )
         self.orphaned = self._counter(
             "orphaned_contexts",
             "Manifests removed because no session names them: after a lost delete, a crash, or a newer generation.",
@@ -184,6 +190,9 @@ class SidecarMetrics:
         self.blocks = self._gauge("blocks", "Block files, by tier.", "tier")
         self.size_bytes = self._gauge("bytes", "Bytes of block files, by tier.", "tier")
         self.limit_bytes = self._gauge("limit_bytes", "Limit in bytes, by tier. 0: none.", "tier")
+        self.promised_bytes = self._gauge(
+            "promised_bytes", "Bytes that nothing evicts before a promised time, by tier.", "tier"
+        )
         self.contexts = self._gauge("contexts", "Sealed manifests.")
         self.lent_bytes = self._gauge("lent_bytes", "Bytes of slots lent to engines.")
         self.free_inodes = self._gauge(

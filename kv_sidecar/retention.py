@@ -24,12 +24,13 @@ from typing import Literal
 
 from prometheus_client import Counter as Counted
 
-from contextcache.errors import ContextExists, InvalidRequest, SidecarUnavailable, StorageFull
+from contextcache.errors import InvalidRequest, SidecarUnavailable, StorageFull
 from contextcache.model import CacheRef, KeptGroup, KeptMiss, Manifest, SessionId, TenantId
 from contextcache.names import KEPT_PREFIX, check_tenant
 from kv_sidecar.blocks import Blocks, Shortage
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.promises import Promises
 from kv_sidecar.refs import Refs
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
@@ -67,6 +68,7 @@ class Retention:
     refs: Refs
     tiers: Tiers
     manifests: Manifests
+    promises: Promises
     guarantee_bytes: int
     """Bytes of each tenant that saves of other tenants do not evict; 0: none."""
     _evicting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -118,7 +120,7 @@ class Retention:
 
                 def may_go(record: ManifestRecord) -> bool:
                     is_needed = self._is_named(record) and record.cache_ref not in named
-                    return not is_needed and not self.tiers.blocks.is_leased(record.keys)
+                    return not is_needed and self.may_evict(record)
 
                 records, freed_bytes = await self.sweep(victims, self.runtime.metrics.evicted, may_go)
                 if records:
@@ -142,6 +144,10 @@ class Retention:
         counter.inc(len(records))
         return records, await self.tiers.free(keys_of(records))
 
+    def may_evict(self, record: ManifestRecord) -> bool:
+        """Return whether a record may be removed to make room: no load has a lease on it, and it is not promised."""
+        return not (self.promises.is_promised(record) or self.tiers.blocks.is_leased(record.keys))
+
     def _is_named(self, record: ManifestRecord) -> bool:
         return self.refs.is_named(record.tenant, record.cache_ref)
 
@@ -154,7 +160,7 @@ class Retention:
             if missing.is_over:
                 break
             is_guaranteed = record.tenant != tenant and used[record.tenant] <= self.guarantee_bytes
-            if is_guaranteed or blocks.is_leased(record.keys):
+            if is_guaranteed or not self.may_evict(record):
                 continue
             victims.append(record)
             gone.update(record.keys)
@@ -165,13 +171,14 @@ class Retention:
             missing = Shortage(missing.size_bytes - freed, missing.num_files - len(free) - 1)  # and its manifest
         return victims
 
-    def refuse_repetition(self, manifest: Manifest) -> None:
-        """Raise ContextExists when exactly these tokens are kept already, and prolong those."""
+    def repeated(self, manifest: Manifest) -> ManifestRecord | None:
+        """Return the kept KV that has exactly these tokens, and prolong it; None: there is none."""
         for cache_ref in self.manifests.prefixes.equals(beginning_of(manifest)):
             record = self.manifests.live(manifest.tenant, cache_ref)
             if record is not None and record.is_kept and not self.refs.get(manifest.tenant, cache_ref).is_replaced:
                 self.use(cache_ref, manifest.expires_at_ms)
-                raise ContextExists("these tokens are already kept")
+                return record
+        return None
 
     def use(self, cache_ref: CacheRef, expires_at_ms: int) -> None:
         """Note a use of kept KV and the expiry that it gives; the KV of sessions does not change."""
@@ -255,7 +262,7 @@ class Retention:
 
     async def _remove_unneeded(self, records: Iterable[ManifestRecord]) -> int:
         def may_go(record: ManifestRecord) -> bool:
-            return not self._is_named(record) and not self.tiers.blocks.is_leased(record.keys)
+            return not self._is_named(record) and self.may_evict(record)
 
         removed, _ = await self.sweep(filter(may_go, records), self.runtime.metrics.replaced, may_go)
         for record in removed:

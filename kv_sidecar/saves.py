@@ -20,6 +20,8 @@ from kv_sidecar.format.block_file import BlockMeta, file_meta
 from kv_sidecar.format.ids import BlockKey, check_fingerprint_text, pack_token_ids
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE, check_groups, context_files, file_key, next_files
 
+RETAIN_MS_MAX = 86_400_000
+"""Longest promise: a day, as long as hosted APIs keep a cache."""
 Source: TypeAlias = Literal["", "peer", "object"]
 """Origin of KV that a pull brings; empty: the engine of this pod."""
 
@@ -48,6 +50,10 @@ class NewSave:
     source: Source = ""
     interrupted: bool = False
     """Whether its turn has ended without a commit."""
+    retain_ms: int = 0
+    """Minimum lifetime that is asked for, from the seal on; 0: none."""
+    pinned: bool = False
+    """Whether it is asked for in memory too."""
 
     @property
     def is_expendable(self) -> bool:
@@ -74,6 +80,7 @@ class NewSave:
         if not self.token_ids:
             raise InvalidRequest("a save must have at least one token", param="token_ids")
         check_fingerprint_text(self.fingerprint)
+        check_retain_ms(self.retain_ms)
         groups = self.groups or (plain_group(len(self.token_ids), block_tokens),)
         check_groups(groups, len(self.token_ids), block_tokens_min=block_tokens)
         return replace(self, groups=groups)
@@ -82,7 +89,7 @@ class NewSave:
         """Return the fields on which all ranks of a save must agree beside the tokens."""
         groups = tuple(replace(group, runs=()) for group in self.groups) if _grows(self.groups) else self.groups
         own = replace(self, rank=0, token_ids=(), expires_at_ms=0, started_at_ms=0, interrupted=False)
-        return replace(own, groups=groups, early=False, source="")
+        return replace(own, groups=groups, early=False, source="", retain_ms=0, pinned=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +217,8 @@ class Save:
 
     def interrupt(self, expires_at_ms: int) -> None:
         """Note that its turn has ended without a commit: it expires then at the latest."""
-        self.new = replace(self.new, interrupted=True, expires_at_ms=min(self.new.expires_at_ms, expires_at_ms))
+        expires_at_ms = min(self.new.expires_at_ms, expires_at_ms)
+        self.new = replace(self.new, interrupted=True, expires_at_ms=expires_at_ms, retain_ms=0)
 
     def cut(self, num_files: int) -> None:
         """Have it end with its first files, or, where only all of them can be continued from, with none."""
@@ -223,6 +231,12 @@ class Save:
         """Return the number of files of a rank that has announced so many tokens."""
         is_all = self.is_whole and num_tokens == len(self.token_ids)
         return len(self.files) if is_all else num_tokens // self.block_tokens
+
+
+def check_retain_ms(retain_ms: int) -> None:
+    """Raise InvalidRequest for a lifetime that no promise can have."""
+    if not 0 <= retain_ms <= RETAIN_MS_MAX:
+        raise InvalidRequest(f"retain_ms must be from 0 to {RETAIN_MS_MAX}", param="retain_ms")
 
 
 def _grows(groups: Sequence[KVGroup]) -> bool:

@@ -206,6 +206,13 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         return pb.EndLoadResponse()
 
     @override
+    async def RetainContext(self, request: pb.RetainContextRequest, context: Context) -> pb.RetainContextResponse:
+        promise = await self._catalog.retain(
+            request.tenant, tuple(request.cache_refs), retain_ms=request.retain_ms, pinned=request.pinned
+        )
+        return message_of(pb.RetainContextResponse, promise=promise)
+
+    @override
     async def TouchContext(self, request: pb.TouchContextRequest, context: Context) -> pb.TouchContextResponse:
         moved = await self._catalog.touch(request.tenant, request.session_id, request.expires_at_ms)
         return pb.TouchContextResponse(num_manifests=moved)
@@ -219,7 +226,8 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def DeleteContext(self, request: pb.DeleteContextRequest, context: Context) -> pb.DeleteContextResponse:
-        removed = await self._sidecar.delete(request.tenant, request.session_id, tuple(request.cache_refs))
+        refs = tuple(request.cache_refs)
+        removed = await self._sidecar.delete(request.tenant, request.session_id, refs, replaced=request.replaced)
         return message_of(pb.DeleteContextResponse, removed)
 
     @override

@@ -58,6 +58,14 @@ class SidecarSettings(TlsSettings, TracingSettings):
         description="Maximum bytes of one tenant's blocks on this disk. Saves beyond it fail, and new contexts get a "
         "429. 0: no limit.",
     )
+    promised_share: float = Field(
+        0.5,
+        ge=0,
+        le=0.8,
+        description="Share of SIDECAR_DISK_LIMIT_BYTES whose KV clients may protect from eviction for a time "
+        "(`kv_hints`). Half of this share of the memory tier may be pinned. A tenant gets at most as much as is still "
+        "free, and half of SIDECAR_TENANT_LIMIT_BYTES. 0, or no disk limit: no promises.",
+    )
     manager: str = Field(
         "",
         description="gRPC address of the context manager. The sidecar asks it which stored KV no session names any "

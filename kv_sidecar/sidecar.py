@@ -17,7 +17,7 @@ from contextcache.model import CacheRef, SessionId, TenantId
 from contextcache.names import CACHE_REF_PATTERN, check_session_id, check_tenant, prompt_ref
 from contextcache.process.reloaded import read_bounded
 from kv_sidecar.accounts import LoadReports, UsageMeter
-from kv_sidecar.blocks import Blocks
+from kv_sidecar.blocks import Blocks, PromiseKind
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.metrics import SidecarMetrics
@@ -30,7 +30,7 @@ from kv_sidecar.refs import Refs
 from kv_sidecar.resolve import Resolver
 from kv_sidecar.retention import Removed, collect_forever
 from kv_sidecar.runtime import Runtime
-from kv_sidecar.sealed.manifests import Manifests
+from kv_sidecar.sealed.manifests import ManifestRecord, Manifests
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.store.collector import SharedCollector
 from kv_sidecar.store.encryption import StoreKeys
@@ -50,6 +50,8 @@ LEFTOVER_S = 600
 """Age from which unannounced, unfinished and quarantined files are removed: quarantined ones can be looked at."""
 TENANTS_SHOWN_MAX = 20
 """Tenants that the metrics show by name, largest first: each is a time series."""
+PROMISE_KINDS: dict[str, PromiseKind] = {"disk": "promise", "host": "pin"}
+"""References of promises by tier."""
 _ENGINE_START_FILE = "engine-start"
 """File beside the Unix socket, written by pod_injector/payload_start when vLLM starts."""
 _ENGINE_STARTS = ("added", "kv-connector", "port", "server", "rust-frontend", "config-file")
@@ -117,6 +119,8 @@ class Sidecar:
             after_ms = round(settings.orphan_after_s * 1000)
             self._orphans = Orphans(self._manager, self.runtime, manifests.written_at_ms, after_ms)
         self._meter = None if self._questions is None else UsageMeter(self._questions, clock)
+        self._unnamed: set[CacheRef] = set()
+        """KV that no session names, as the manager has said, and that a promise keeps."""
         self._passes: list[asyncio.Task[None]] = []
         self._show_room()
 
@@ -133,6 +137,8 @@ class Sidecar:
         self.metrics.watch("disk", self.blocks.usage)
         self.metrics.contexts.set_function(lambda: len(self.catalog.manifests))
         self.metrics.lent_bytes.set_function(lambda: self.memory.lent_bytes)
+        for tier, kind in PROMISE_KINDS.items():
+            self.metrics.promised_bytes.labels(tier).set_function(partial(self.blocks.all_promised_bytes, kind))
         self.metrics.free_inodes.set_function(self.blocks.free_inodes)
         if self.settings.unix_socket is not None:
             report = self.settings.unix_socket.with_name(_ENGINE_START_FILE)
@@ -143,6 +149,7 @@ class Sidecar:
         """Open the stores and rebuild the index. Raises OSError when the data directory is taken."""
         await asyncio.to_thread(self._open_stores)
         await self.catalog.manifests.rebuild()
+        self.threads.begin(self.catalog.restore_pins())
         if self.shared is not None:
             for record in self.catalog.manifests:
                 self.shared.write_soon(record)
@@ -201,7 +208,7 @@ class Sidecar:
         self.reports.forget_old()
         if self._orphans is not None:
             orphans = await self._orphans.find([it for it in self.catalog.manifests if not it.is_expendable])
-            removed += await self.catalog.drop(orphans)
+            removed += await self.catalog.drop(self._unneeded(orphans))
         found = self.blocks.bytes_by_tenant()
         self.metrics.tenant_bytes.show(found, tenants_max=TENANTS_SHOWN_MAX)
         if self._meter is not None:
@@ -209,6 +216,17 @@ class Sidecar:
             in_store = None if self._shared_collector is None else self._shared_collector.take_held()
             await self._meter.look({"memory": in_memory, "disk": found}, store_kib_s=in_store)
         return removed
+
+    def _unneeded(self, orphans: Sequence[ManifestRecord]) -> list[ManifestRecord]:
+        """Return the orphans to remove: a promise keeps an older generation of a session that still has named KV."""
+        manifests, is_promised = self.catalog.manifests, self.catalog.promises.is_promised
+        self._unnamed = {ref for ref in self._unnamed if manifests.get(ref)} | {it.cache_ref for it in orphans}
+
+        def is_gone(record: ManifestRecord) -> bool:
+            siblings = manifests.of_session(record.tenant, record.session_id)
+            return all(it.cache_ref in self._unnamed for it in siblings)
+
+        return [it for it in orphans if not is_promised(it) or is_gone(it)]
 
     async def collect_shared(self) -> Removed:
         """Make the shared store's pass, if it is time. Apart from `collect`: a store may take hours."""
@@ -221,14 +239,19 @@ class Sidecar:
         self.metrics.store_tenant_bytes.show(self._shared_collector.bytes_by_tenant, tenants_max=TENANTS_SHOWN_MAX)
         return Removed(num_manifests, 0)
 
-    async def delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
+    async def delete(
+        self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef], *, replaced: bool = False
+    ) -> Removed:
         """Delete here and in the shared store; see `ContextCatalog.delete`. Both go on if the caller leaves.
 
-        If the store refuses, its removal is retried: from now on the context is not found. Raises InvalidRequest.
+        `replaced`: newer generations have replaced `cache_refs`, and promised KV stays until its promise ends. If the
+        store refuses, its removal is retried: from now on the context is not found. Raises InvalidRequest.
         """
         check_tenant(tenant)
         if session_id:
             check_session_id(session_id)
+        if replaced:
+            cache_refs = [ref for ref in cache_refs if not self.catalog.is_promised(tenant, ref)]
         if self.shared is None:
             return await self.catalog.delete(tenant, session_id, cache_refs)
         refs = [ref for ref in cache_refs if CACHE_REF_PATTERN.fullmatch(ref)]

@@ -190,6 +190,8 @@ class PrepareSaveRequest(google.protobuf.message.Message):
     STARTED_AT_MS_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     EARLY_FIELD_NUMBER: builtins.int
+    RETAIN_MS_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
@@ -214,6 +216,10 @@ class PrepareSaveRequest(google.protobuf.message.Message):
     """True: the first whole files of a save whose request still runs. ExtendSave adds the tokens that follow. Requires one
     group of full attention, and tokens that fill its blocks. The save cannot be sealed until a call without `early`.
     """
+    retain_ms: builtins.int
+    """Minimum lifetime in ms that the KV is promised at its seal, if there is room for the promise. 0: no promise."""
+    pinned: builtins.bool
+    """True: the promise is also for memory."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
         """What the KV is of, the same for all ranks. Empty: one group of full attention in blocks of the sidecar's size."""
@@ -232,8 +238,10 @@ class PrepareSaveRequest(google.protobuf.message.Message):
         started_at_ms: builtins.int = ...,
         groups: collections.abc.Iterable[Global___KVGroup] | None = ...,
         early: builtins.bool = ...,
+        retain_ms: builtins.int = ...,
+        pinned: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "early", b"early", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "groups", b"groups", "rank", b"rank", "session_id", b"session_id", "started_at_ms", b"started_at_ms", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "early", b"early", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "groups", b"groups", "pinned", b"pinned", "rank", b"rank", "retain_ms", b"retain_ms", "session_id", b"session_id", "started_at_ms", b"started_at_ms", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
 
 Global___PrepareSaveRequest: typing_extensions.TypeAlias = PrepareSaveRequest
 
@@ -755,6 +763,7 @@ class WaitSealedResponse(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    PROMISE_FIELD_NUMBER: builtins.int
     sealed: builtins.bool
     """True: durable. False: not within the time, or the save failed."""
     num_tokens: builtins.int
@@ -765,6 +774,10 @@ class WaitSealedResponse(google.protobuf.message.Message):
     """Why there will be no manifest, as a short fixed phrase such as `arena_full`; empty: it may still come, or nobody
     remembers.
     """
+    @property
+    def promise(self) -> Global___Promise:
+        """The KV's promise."""
+
     def __init__(
         self,
         *,
@@ -772,10 +785,91 @@ class WaitSealedResponse(google.protobuf.message.Message):
         num_tokens: builtins.int = ...,
         size_bytes: builtins.int = ...,
         reason: builtins.str = ...,
+        promise: Global___Promise | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_tokens", b"num_tokens", "reason", b"reason", "sealed", b"sealed", "size_bytes", b"size_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["promise", b"promise"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["num_tokens", b"num_tokens", "promise", b"promise", "reason", b"reason", "sealed", b"sealed", "size_bytes", b"size_bytes"]) -> None: ...
 
 Global___WaitSealedResponse: typing_extensions.TypeAlias = WaitSealedResponse
+
+@typing.final
+class Promise(google.protobuf.message.Message):
+    """Promise is an answer to a request for a minimum lifetime."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UNTIL_MS_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    until_ms: builtins.int
+    """Unix time in ms until which the KV stays; 0: there is no promise."""
+    pinned: builtins.bool
+    """True: it stays in memory too."""
+    reason: builtins.str
+    """Why there is none: `no_room`, `tenant_share` or `not_saved`; empty: there is one, or none was asked for."""
+    def __init__(
+        self,
+        *,
+        until_ms: builtins.int = ...,
+        pinned: builtins.bool = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pinned", b"pinned", "reason", b"reason", "until_ms", b"until_ms"]) -> None: ...
+
+Global___Promise: typing_extensions.TypeAlias = Promise
+
+@typing.final
+class RetainContextRequest(google.protobuf.message.Message):
+    """RetainContextRequest asks for a promise."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    CACHE_REFS_FIELD_NUMBER: builtins.int
+    RETAIN_MS_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner."""
+    retain_ms: builtins.int
+    """Minimum lifetime from now on in ms."""
+    pinned: builtins.bool
+    """True: in memory too."""
+    @property
+    def cache_refs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """KV, the best first: the first one that is sealed here gets the promise."""
+
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        cache_refs: collections.abc.Iterable[builtins.str] | None = ...,
+        retain_ms: builtins.int = ...,
+        pinned: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_refs", b"cache_refs", "pinned", b"pinned", "retain_ms", b"retain_ms", "tenant", b"tenant"]) -> None: ...
+
+Global___RetainContextRequest: typing_extensions.TypeAlias = RetainContextRequest
+
+@typing.final
+class RetainContextResponse(google.protobuf.message.Message):
+    """RetainContextResponse is the answer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMISE_FIELD_NUMBER: builtins.int
+    @property
+    def promise(self) -> Global___Promise:
+        """The KV's promise. An earlier promise that lasts longer stays."""
+
+    def __init__(
+        self,
+        *,
+        promise: Global___Promise | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["promise", b"promise"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["promise", b"promise"]) -> None: ...
+
+Global___RetainContextResponse: typing_extensions.TypeAlias = RetainContextResponse
 
 @typing.final
 class GetManifestRequest(google.protobuf.message.Message):
@@ -1461,10 +1555,13 @@ class DeleteContextRequest(google.protobuf.message.Message):
     TENANT_FIELD_NUMBER: builtins.int
     SESSION_ID_FIELD_NUMBER: builtins.int
     CACHE_REFS_FIELD_NUMBER: builtins.int
+    REPLACED_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
     """All KV of this session; empty: only `cache_refs`."""
+    replaced: builtins.bool
+    """True: newer generations have replaced them. KV with a promise then stays until the promise ends."""
     @property
     def cache_refs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """These KVs."""
@@ -1475,8 +1572,9 @@ class DeleteContextRequest(google.protobuf.message.Message):
         tenant: builtins.str = ...,
         session_id: builtins.str = ...,
         cache_refs: collections.abc.Iterable[builtins.str] | None = ...,
+        replaced: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_refs", b"cache_refs", "session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_refs", b"cache_refs", "replaced", b"replaced", "session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
 
 Global___DeleteContextRequest: typing_extensions.TypeAlias = DeleteContextRequest
 

@@ -110,6 +110,11 @@ class KVSidecarServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.EndLoadRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.EndLoadResponse.FromString,
                 _registered_method=True)
+        self.RetainContext = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/RetainContext',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.RetainContextRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.RetainContextResponse.FromString,
+                _registered_method=True)
         self.TouchContext = channel.unary_unary(
                 '/contextcache.v1.KVSidecarService/TouchContext',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.TouchContextRequest.SerializeToString,
@@ -282,6 +287,14 @@ class KVSidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RetainContext(self, request, context):
+        """RetainContext promises that sealed KV stays for a time, whatever else needs its room, or denies it at once. A promise
+        survives a restart, ends at its time, and ends with DeleteContext.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def TouchContext(self, request, context):
         """TouchContext moves the expiry of all manifests of a session.
         """
@@ -433,6 +446,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     servicer.EndLoad,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.EndLoadRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.EndLoadResponse.SerializeToString,
+            ),
+            'RetainContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetainContext,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.RetainContextRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.RetainContextResponse.SerializeToString,
             ),
             'TouchContext': grpc.unary_unary_rpc_method_handler(
                     servicer.TouchContext,
@@ -891,6 +909,33 @@ class KVSidecarService(object):
             '/contextcache.v1.KVSidecarService/EndLoad',
             contextcache_dot_v1_dot_kv__sidecar__pb2.EndLoadRequest.SerializeToString,
             contextcache_dot_v1_dot_kv__sidecar__pb2.EndLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetainContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/RetainContext',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.RetainContextRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.RetainContextResponse.FromString,
             options,
             channel_credentials,
             insecure,

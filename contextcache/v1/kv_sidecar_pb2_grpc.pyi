@@ -256,6 +256,21 @@ _KVSidecarServiceEndLoadType = typing_extensions.TypeVar(
     ],
 )
 
+_KVSidecarServiceRetainContextType = typing_extensions.TypeVar(
+    '_KVSidecarServiceRetainContextType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.RetainContextRequest,
+        contextcache.v1.kv_sidecar_pb2.RetainContextResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.RetainContextRequest,
+        contextcache.v1.kv_sidecar_pb2.RetainContextResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.RetainContextRequest,
+        contextcache.v1.kv_sidecar_pb2.RetainContextResponse,
+    ],
+)
+
 _KVSidecarServiceTouchContextType = typing_extensions.TypeVar(
     '_KVSidecarServiceTouchContextType',
     bound=grpc.UnaryUnaryMultiCallable[
@@ -406,7 +421,7 @@ _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceExtendSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceInterruptSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceResolveType, _KVSidecarServiceMatchPrefixType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceForkContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceListKeptType, _KVSidecarServiceStatsType]):
+class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceExtendSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceInterruptSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceResolveType, _KVSidecarServiceMatchPrefixType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceRetainContextType, _KVSidecarServiceTouchContextType, _KVSidecarServiceForkContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceListKeptType, _KVSidecarServiceStatsType]):
     """KVSidecarService stores, verifies, shares, expires and hands out KV blocks."""
 
     @typing.overload
@@ -470,6 +485,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
             contextcache.v1.kv_sidecar_pb2.EndLoadResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.RetainContextRequest,
+            contextcache.v1.kv_sidecar_pb2.RetainContextResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
@@ -574,6 +593,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
             contextcache.v1.kv_sidecar_pb2.EndLoadResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.RetainContextRequest,
+            contextcache.v1.kv_sidecar_pb2.RetainContextResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
@@ -682,6 +705,11 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
     EndLoad: _KVSidecarServiceEndLoadType
     """EndLoad ends the lease of a load: the engine has copied what it was promised, or wants it no more. Idempotent."""
 
+    RetainContext: _KVSidecarServiceRetainContextType
+    """RetainContext promises that sealed KV stays for a time, whatever else needs its room, or denies it at once. A promise
+    survives a restart, ends at its time, and ends with DeleteContext.
+    """
+
     TouchContext: _KVSidecarServiceTouchContextType
     """TouchContext moves the expiry of all manifests of a session."""
 
@@ -780,6 +808,10 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
         contextcache.v1.kv_sidecar_pb2.EndLoadResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.RetainContextRequest,
+        contextcache.v1.kv_sidecar_pb2.RetainContextResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
@@ -965,6 +997,16 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.EndLoadResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.EndLoadResponse]]:
         """EndLoad ends the lease of a load: the engine has copied what it was promised, or wants it no more. Idempotent."""
+
+    @abc.abstractmethod
+    def RetainContext(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.RetainContextRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.RetainContextResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.RetainContextResponse]]:
+        """RetainContext promises that sealed KV stays for a time, whatever else needs its room, or denies it at once. A promise
+        survives a restart, ends at its time, and ends with DeleteContext.
+        """
 
     @abc.abstractmethod
     def TouchContext(

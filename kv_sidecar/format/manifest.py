@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock, InvalidRequest
-from contextcache.model import CacheRef, KVFile, KVGroup, Manifest, SessionId, TenantId, kv_kind
+from contextcache.model import CacheRef, KVFile, KVGroup, Manifest, Promise, SessionId, TenantId, kv_kind
 from contextcache.names import CACHE_REF_PATTERN
 from kv_sidecar.format.block_file import BlockMeta, file_meta
 from kv_sidecar.format.ids import TOKEN_BYTES, BlockKey, chain_block_ids, chain_packed, pack_token_ids, unpack_token_ids
@@ -235,6 +235,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
     supplement = {"block_checksums": " ".join(manifest.block_checksums)} if manifest.block_checksums else {}
     if manifest.interrupted:
         supplement["interrupted"] = "true"
+    if manifest.promise.until_ms:
+        supplement["promised_until_ms"] = str(manifest.promise.until_ms)
+        supplement["pinned"] = str(manifest.promise.pinned).lower()
     if supplement:
         supplement["checksum"] = manifest_checksum(supplement, metadata["checksum"].encode())
     header = TensorHeader(TENSOR, "U32", (len(manifest.token_ids),), metadata, supplement)
@@ -263,7 +266,19 @@ def decode_manifest(file: bytes | memoryview) -> Manifest:
         raise CorruptBlock("the manifest's blocks do not match its tokens")
     supplement = dict(header.supplement)
     checksums = _block_checksums(supplement, checksum, manifest)
-    return replace(manifest, block_checksums=checksums, interrupted=supplement.get("interrupted") == "true")
+    return replace(
+        manifest,
+        block_checksums=checksums,
+        interrupted=supplement.get("interrupted") == "true",
+        promise=_promise(supplement),
+    )
+
+
+def _promise(supplement: Mapping[str, str]) -> Promise:
+    """Return the promise in a supplement whose checksum is right."""
+    until = supplement.get("promised_until_ms", "")
+    until_ms = int(until) if until.isascii() and until.isdecimal() and len(until) < len(str(_INT64_MAX)) else 0
+    return Promise(until_ms, pinned=until_ms > 0 and supplement.get("pinned") == "true")
 
 
 def check_block_checksums(manifest: Manifest) -> None:

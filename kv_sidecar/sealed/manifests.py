@@ -12,12 +12,13 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
 from contextcache.errors import CorruptBlock, SidecarUnavailable
-from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.model import NO_PROMISE, CacheRef, Manifest, Promise, SessionId, TenantId
 from contextcache.names import CACHE_REF_PATTERN, KEPT_PREFIX
 from kv_sidecar.blocks import Blocks, Holder
 from kv_sidecar.format.ids import TOKEN_BYTES, BlockKey, fan_out
@@ -72,6 +73,7 @@ class ManifestRecord:
     """Its place among the others."""
     interrupted: bool = False
     """Whether its turn ended without a commit."""
+    promise: Promise = NO_PROMISE
 
     @property
     def is_expendable(self) -> bool:
@@ -84,9 +86,11 @@ class ManifestRecord:
         return self.session_id.startswith(KEPT_PREFIX)
 
     @property
-    def holder(self) -> Holder:
-        """Kind of its references to blocks."""
-        return "kept" if self.is_expendable else "manifest"
+    def holders(self) -> list[Holder]:
+        """Kinds of its references to blocks."""
+        promises: list[Holder] = ["promise"] if self.promise.until_ms else []
+        pins: list[Holder] = ["pin"] if self.promise.pinned else []
+        return ["kept" if self.is_expendable else "manifest", *promises, *pins]
 
 
 def record_of(manifest: Manifest) -> ManifestRecord:
@@ -101,6 +105,7 @@ def record_of(manifest: Manifest) -> ManifestRecord:
         size_bytes=manifest.size_bytes,
         at=beginning_of(manifest),
         interrupted=manifest.interrupted,
+        promise=manifest.promise,
     )
 
 
@@ -127,6 +132,8 @@ class Manifests:
         self._records: dict[CacheRef, ManifestRecord] = {}
         """The record used longest ago first."""
         self._sessions: dict[tuple[TenantId, SessionId], dict[CacheRef, None]] = {}
+        self._promise_ends: list[tuple[int, CacheRef]] = []
+        """Heap of the ends of promises, Unix time in ms; also of promises that are gone."""
         self.prefixes = PrefixIndex()
         self._read_last: dict[CacheRef, tuple[ManifestRecord, Manifest]] = {}
         """Manifests read or written last, oldest first, each with the record of that time."""
@@ -178,7 +185,7 @@ class Manifests:
 
     def _add(self, record: ManifestRecord) -> None:
         """Add a record, replacing one of the same name."""
-        self._blocks.hold(record.keys, record.holder)
+        self._hold(record)
         if (before := self._records.get(record.cache_ref)) is not None:
             self._drop(before)
         self._records[record.cache_ref] = record
@@ -193,7 +200,36 @@ class Manifests:
         if not self._sessions[session]:
             del self._sessions[session]
         self.prefixes.remove(record.cache_ref, record.at)
-        self._blocks.let_go(record.keys, record.holder)
+        self._let_go(record)
+
+    def _hold(self, record: ManifestRecord) -> None:
+        for holder in record.holders:
+            self._blocks.hold(record.keys, holder)
+        if record.promise.until_ms:
+            heappush(self._promise_ends, (record.promise.until_ms, record.cache_ref))
+
+    def _let_go(self, record: ManifestRecord) -> None:
+        for holder in reversed(record.holders):
+            self._blocks.let_go(record.keys, holder)
+
+    def _replace(self, before: ManifestRecord, after: ManifestRecord) -> None:
+        """Put a changed record in the place of the same manifest's."""
+        self._hold(after)
+        self._let_go(before)
+        self._records[after.cache_ref] = after
+
+    def end_promise(self, record: ManifestRecord) -> None:
+        """Take the promise from a record. Its file still has it, so after a restart it lasts to its time."""
+        self._replace(record, replace(record, promise=NO_PROMISE))
+
+    def end_promises(self) -> None:
+        """Take the promises from the records whose time is over."""
+        now_ms = self._clock.now_ms()
+        while self._promise_ends and self._promise_ends[0][0] <= now_ms:
+            until_ms, cache_ref = heappop(self._promise_ends)
+            record = self._records.get(cache_ref)
+            if record is not None and record.promise.until_ms == until_ms:
+                self.end_promise(record)
 
     def _forget(self, records: Iterable[ManifestRecord]) -> None:
         for record in records:
@@ -401,21 +437,36 @@ class Manifests:
         Chooses once nothing else changes manifests. A manifest of an interrupted turn keeps its expiry.
         `interrupts`: the turns of the chosen ones have ended without a commit, and no expiry becomes later.
         """
-        num_moved = 0
+
+        def moved(record: ManifestRecord) -> ManifestRecord:
+            if not interrupts:
+                return replace(record, expires_at_ms=expires_at_ms)
+            until_ms = min(expires_at_ms, record.expires_at_ms)
+            return replace(record, expires_at_ms=until_ms, interrupted=True, promise=NO_PROMISE)
+
+        return await self.change(choose, moved)
+
+    async def change(
+        self,
+        choose: Callable[[], Iterable[ManifestRecord]],
+        plan: Callable[[ManifestRecord], ManifestRecord | None],
+    ) -> int:
+        """Give the unexpired manifests among the chosen ones the expiry, mark and promise of `plan`; return how many.
+
+        File and index change together. Chooses and plans once nothing else changes manifests. None: no change. A
+        manifest of an interrupted turn stays as it is.
+        """
+        num_changed = 0
         async with self.lock:
             for record in choose():
                 if record.interrupted or self.live(record.tenant, record.cache_ref) != record:
                     continue
-                until_ms = min(expires_at_ms, record.expires_at_ms) if interrupts else expires_at_ms
-                moved = replace(record, expires_at_ms=until_ms, interrupted=interrupts)
-                if await self._threads.write(self._rewrite, moved):
-                    if moved.holder != record.holder:
-                        self._blocks.hold(moved.keys, moved.holder)
-                        self._blocks.let_go(record.keys, record.holder)
-                    self._records[record.cache_ref] = moved
-                    self.on_change("touched", moved)
-                    num_moved += 1
-        return num_moved
+                changed = plan(record)
+                if changed is not None and await self._threads.write(self._rewrite, changed):
+                    self._replace(record, changed)
+                    self.on_change("touched", changed)
+                    num_changed += 1
+        return num_changed
 
     async def remove(
         self, tenant: TenantId, session_id: SessionId, cache_refs: Iterable[CacheRef]
@@ -473,7 +524,8 @@ class Manifests:
     def _rewrite(self, record: ManifestRecord) -> bool:
         manifest = self._read(record.cache_ref, record.tenant)
         if manifest is not None:
-            self._put(replace(manifest, expires_at_ms=record.expires_at_ms, interrupted=record.interrupted))
+            manifest = replace(manifest, interrupted=record.interrupted, promise=record.promise)
+            self._put(replace(manifest, expires_at_ms=record.expires_at_ms))
         return manifest is not None
 
     def _delete(self, records: Sequence[ManifestRecord]) -> dict[CacheRef, OSError]:

@@ -89,7 +89,7 @@ class SidecarKV:
         tenant, was_patched = before.tenant, after.expires_at_ms != before.expires_at_ms
         calls = []
         if before.previous_cache_ref:
-            calls.append(self._client.delete_context(tenant, cache_refs=(before.previous_cache_ref,)))
+            calls.append(self._client.delete_context(tenant, cache_refs=(before.previous_cache_ref,), replaced=True))
         if was_patched or after.ttl_policy is TtlPolicy.SLIDING:
             calls.append(self._client.touch_context(tenant, before.session_id, after.expires_at_ms))
         await asyncio.gather(*calls)
