@@ -33,13 +33,13 @@ ROUNDS = {1: 6, 2: 6}
 FAULTS = ("kill", "stop", "drain")
 DIALECTS = ("completions", "chat", "messages", "responses")
 ANSWER_TOKENS = (40, 120)
-_STREAM_S = 240.0
+STREAM_S = 240.0
 """Longest wait for one stream: a start of the engine is within it."""
 _SILENCE_S = 12
 """Longer than any gap between two tokens of a busy engine: a gap that counts as a break uses up a take-over."""
-_ENV = {"TURN_ENGINE_TIMEOUT_S": str(_SILENCE_S), "TURN_RESUME_TIMEOUT_S": "180"}
+ENV = {"TURN_ENGINE_TIMEOUT_S": str(_SILENCE_S), "TURN_RESUME_TIMEOUT_S": "180"}
 """A stopped engine is noticed, and one that starts on two busy cores is waited for."""
-_WORDS = ("river", "stone", "lamp", "garden", "train", "winter", "paper", "glass", "letter", "harbour")
+WORDS = ("river", "stone", "lamp", "garden", "train", "winter", "paper", "glass", "letter", "harbour")
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ def run(options: Options) -> Report:
     for pods, rounds in ROUNDS.items():
         with (
             tempfile.TemporaryDirectory(prefix="takeovers-", ignore_cleanup_errors=True) as directory,
-            Stack(Path(directory), engines=pods, env=_ENV, connector={"early_saves": "on"}) as stack,
+            Stack(Path(directory), engines=pods, env=ENV, connector={"early_saves": "on"}) as stack,
         ):
             world = World(stack, rng, report, pauses.setdefault(pods, []))
             for number in range(max(rounds * options.turns // 500, 1)):
@@ -94,22 +94,22 @@ class World:
         limits = httpx.Limits(max_keepalive_connections=0)
         headers = {"authorization": f"Bearer {KEY}"}
         async with httpx.AsyncClient(
-            base_url=self.stack.url, headers=headers, timeout=_STREAM_S, limits=limits, trust_env=False
+            base_url=self.stack.url, headers=headers, timeout=STREAM_S, limits=limits, trust_env=False
         ) as http:
             asked = [await self._asked(http, number) for number in range(STREAMS)]
-            reference = await asyncio.gather(*(self._stream(http, one, commit=False) for one in asked))
+            reference = await asyncio.gather(*(self.stream(http, one, commit=False) for one in asked))
             number, at_event = self.rng.randrange(STREAMS), self.rng.randrange(2, 30)
             reached = asyncio.Event()
             told = [reached.set if index == number else None for index in range(STREAMS)]
             streams = [
-                asyncio.create_task(self._stream(http, one, commit=True, at_event=at_event, reached=heard))
+                asyncio.create_task(self.stream(http, one, commit=True, at_event=at_event, reached=heard))
                 for one, heard in zip(asked, told, strict=True)
             ]
-            await asyncio.wait_for(reached.wait(), _STREAM_S)
+            await asyncio.wait_for(reached.wait(), STREAM_S)
             healing = asyncio.create_task(asyncio.to_thread(self._suffer, fault))
             seen = await asyncio.gather(*streams)
             await healing
-        self._judge(fault, asked, reference, seen)
+        self.judge(fault, asked, reference, seen)
 
     def count_outcomes(self) -> None:
         """Count why answers went on, or did not, as the turn processes say it."""
@@ -130,16 +130,16 @@ class World:
             self.stack.kill(engine)
         else:
             os.kill(self.stack.pid(engine), signal.SIGTERM)
-            wait_until(lambda: not self.stack.pids(engine), what="the drained engine has ended", deadline_s=_STREAM_S)
+            wait_until(lambda: not self.stack.pids(engine), what="the drained engine has ended", deadline_s=STREAM_S)
         self.stack.start(engine)
 
     async def _asked(self, http: httpx.AsyncClient, number: int) -> Asked:
         """Make a context and return the next turn of it."""
         dialect = DIALECTS[number % len(DIALECTS)]
-        words = " ".join(self.rng.choice(_WORDS) for _ in range(self.rng.randrange(20, 200)))
+        words = " ".join(self.rng.choice(WORDS) for _ in range(self.rng.randrange(20, 200)))
         common: dict[str, Any] = {"model": MODEL, "temperature": 0}
         first: dict[str, Any] = {**common, "max_tokens": 4}
-        question = f"Write a long story about the {self.rng.choice(_WORDS)} and the {self.rng.choice(_WORDS)}."
+        question = f"Write a long story about the {self.rng.choice(WORDS)} and the {self.rng.choice(WORDS)}."
         first |= {"prompt": words} if dialect == "completions" else {"messages": [{"role": "user", "content": words}]}
         made = (await http.post("/v1/context", json=first)).raise_for_status().json()
         count = self.rng.randrange(*ANSWER_TOKENS)
@@ -152,7 +152,7 @@ class World:
         path = "/v1/messages" if dialect == "messages" else "/v1/chat/completions"
         return Asked(dialect, path, {**body, "messages": [message], "max_tokens": count})
 
-    async def _stream(
+    async def stream(
         self,
         http: httpx.AsyncClient,
         asked: Asked,
@@ -161,11 +161,12 @@ class World:
         at_event: int = 0,
         reached: Callable[[], None] | None = None,
     ) -> Stream:
+        """Read a stream to its end or to where it breaks; call `reached` at its event `at_event`."""
         seen, body = Stream(), {**asked.body, "context_commit": commit}
         if asked.dialect in ("completions", "chat"):
             body["stream_options"] = {"include_usage": True}
         try:
-            async with asyncio.timeout(_STREAM_S), http.stream("POST", asked.path, json=body) as answer:
+            async with asyncio.timeout(STREAM_S), http.stream("POST", asked.path, json=body) as answer:
                 seen.status = answer.status_code
                 async for line in answer.aiter_lines():
                     if line.startswith("data:"):
@@ -180,7 +181,8 @@ class World:
             reached()  # a stream that ends before its event
         return seen
 
-    def _judge(self, fault: str, asked: list[Asked], reference: list[Stream], seen: list[Stream]) -> None:
+    def judge(self, fault: str, asked: list[Asked], reference: list[Stream], seen: list[Stream]) -> None:
+        """Count the streams, and report each that differs from its reference."""
         report, resumed = self.report, 0
         for one, before, after in zip(asked, reference, seen, strict=True):
             report.count("streams")

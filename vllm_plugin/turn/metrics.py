@@ -49,7 +49,7 @@ class TurnMetrics:
         self.aborts = counter(
             "aborts",
             "Turns that ended early, by reason. `engine`: it failed or reached its time limit. `client`: it "
-            "stopped reading. `turn`: every lease given back",
+            "left or stopped reading. `turn`: every lease given back",
             "reason",
         )
         self.resumed_answers = counter(

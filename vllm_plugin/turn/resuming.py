@@ -360,6 +360,8 @@ class Resuming:
     async def _give_up(self, reason: str) -> None:
         """End the answer as its engine did. Raises EngineFailed, NoReadyEndpoint."""
         self._advance("given up")
+        if reason == "client":
+            self.delivery.patience.lost_with = reason
         if self.standbys is not None and reason != "client":
             self.metrics.resumed_answers.labels(outcome=reason).inc()
             log.warning("answer not resumed", extra={"session_id": self.turn.session.session_id, "reason": reason})

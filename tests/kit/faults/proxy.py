@@ -19,6 +19,8 @@ _HELD_CHUNKS = 1024
 """A direction that is held or delayed keeps so many chunks, then stops reading, as a full window would."""
 _CONTROL_DEADLINE_S = 30
 _UNIX = "unix://"
+_EVENT_END = b"\n\n"
+"""Heads of HTTP and JSON have none."""
 
 
 class Proxy:
@@ -42,6 +44,7 @@ class Proxy:
         self._accepting: asyncio.Task[None] | None = None
         self._links: set[_Connection] = set()
         self._delay_s = 0.0
+        self._events_max = 0
         self._is_silent = False
         self._is_closed = False
 
@@ -73,6 +76,21 @@ class Proxy:
         """Accept and answer nothing until `heal`. What was swallowed is then delivered, as TCP's repetitions are."""
         self._do(self._fall_silent)
 
+    def stall_after(self, num_events: int) -> None:
+        """Let each connection carry so many server-sent events more to its client, and then lose it (`lose`)."""
+
+        def change() -> None:
+            self._events_max = num_events
+            for link in self._links:
+                link.num_events = 0
+
+        self._do(change)
+
+    @property
+    def num_stalled(self) -> int:
+        """Connections that are lost since they have carried all events that they may."""
+        return sum(link.is_lost for link in tuple(self._links))
+
     def lose(self) -> None:
         """Forget the connections that are open: they stay open and silent for ever, whatever heals. New ones work."""
         self._do(self._forget_all)
@@ -86,7 +104,7 @@ class Proxy:
         self._do(change)
 
     def heal(self) -> None:
-        """Undo `cut`, `refuse`, `blackhole` and `delay`."""
+        """Undo `cut`, `refuse`, `blackhole`, `delay` and `stall_after`."""
         self._do(self._heal)
 
     def close(self) -> None:
@@ -153,6 +171,7 @@ class Proxy:
     def _heal(self) -> None:
         self._is_silent = False
         self._delay_s = 0.0
+        self._events_max = 0
         for link in self._links:
             if not link.is_lost:
                 link.flowing.set()
@@ -184,6 +203,8 @@ class _Connection:
         self._upstream: socket.socket | None = None
         self.flowing = asyncio.Event()
         self.is_lost = False
+        self.num_events = 0
+        """Server-sent events carried to the client since `stall_after`, or since the start."""
         self.task: asyncio.Task[None] | None = None
 
     async def carry(self) -> None:
@@ -239,12 +260,25 @@ class _Connection:
                 await self.flowing.wait()
                 if not data:
                     break
+                if self._proxy._events_max and not to_target:
+                    data = self._until_stall(data)
                 # Before it is sent: whoever has the bytes sees them counted.
                 self._count(len(data), to_target=to_target)
                 await loop.sock_sendall(sink, data)
         # The other direction goes on: an end of stream is passed on as one.
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
+
+    def _until_stall(self, data: bytes) -> bytes:
+        """Return the bytes that may pass. Those behind the last event are lost, with the connection."""
+        events = data.split(_EVENT_END)
+        passing = min(len(events) - 1, self._proxy._events_max - self.num_events)
+        self.num_events += passing
+        if self.num_events < self._proxy._events_max:
+            return data
+        self.is_lost = True
+        self.flowing.clear()
+        return b"".join(event + _EVENT_END for event in events[:passing])
 
     def _count(self, size_bytes: int, *, to_target: bool) -> None:
         if to_target:

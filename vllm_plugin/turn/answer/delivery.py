@@ -137,5 +137,5 @@ class Delivery:
         if self.complete:
             return
         if lost_with := self.patience.lost_with:
-            raise EngineFailed(f"the {lost_with} reached its time limit")
+            raise EngineFailed(f"the {lost_with} left or reached its time limit")
         raise EngineFailed("the engine closed the connection before its answer ended")
