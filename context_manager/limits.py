@@ -109,6 +109,8 @@ def check_new_session(new: NewSession, bounds: TtlBounds) -> None:
         raise InvalidRequest(f"model must have 1 to {MAX_NAME_CHARS} characters", param="model")
     bounds.check(new.ttl_s)
     check_metadata(new.metadata)
+    if new.parent:
+        context_id(new.parent)
 
 
 def check_commit(commit: TurnCommit) -> SessionKey:

@@ -140,6 +140,7 @@ def _row_of_fields(key: SessionKey, stored: Mapping[str, str]) -> SessionRow:
         metadata=json.loads(stored.get("metadata", "{}")),
         holders=_holders(stored),
         forked_from=_forked_from(stored.get("forked_from", "")),
+        parent=stored.get("parent", ""),
     )
     return SessionRow(session, stored.get("lease_id", ""), number("lease_until_ms"), is_tombstone)
 

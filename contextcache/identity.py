@@ -97,6 +97,10 @@ class Identity:
     """Unix time in ms by the gateway's clock; 0: unknown."""
     standby: Standby | None = None
     """Pod that continues the answer if this pod's engine fails; None: no pod can."""
+    parent: SessionId = ""
+    """Context whose agent started this conversation; empty: none, or unknown."""
+    parent_refs: tuple[CacheRef, ...] = ()
+    """KV of the parent, newest first. A new conversation may start from it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,8 @@ class CacheSessionMetadata:
     """Endpoints whose sidecars may have its KV, with `holder`; None: unknown, any may have it."""
     forked_from: tuple[SessionId, int] | None = None
     """Session and generation that it is a fork of."""
+    parent: SessionId = ""
+    """Session whose agent started this one; empty: none."""
 
     @property
     def cache_refs(self) -> tuple[CacheRef, ...]:
@@ -189,6 +191,8 @@ class NewSession:
     ttl_s: int = DEFAULT_TTL_S
     ttl_policy: TtlPolicy = TtlPolicy.FIXED
     metadata: Mapping[str, str] = field(default_factory=dict)
+    parent: SessionId = ""
+    """See CacheSessionMetadata."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from contextcache.errors import (
     StoreUnavailable,
 )
 from contextcache.fields import HANDLE_FIELDS, refuse_misspelt
-from contextcache.model import SessionId, TenantId
+from contextcache.model import CacheSessionMetadata, SessionId, TenantId
 from contextcache.names import KEPT_PREFIX, SESSION_ID_PATTERN, SESSION_ID_RULE
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def _conversation(said: Any) -> SessionId:
 class Labels:
     """Finds the context that a request continues, by its body and its label."""
 
-    def __init__(self, locate: Callable[[TenantId, SessionId], Awaitable[object]], clock: Clock) -> None:
+    def __init__(self, locate: Callable[[TenantId, SessionId], Awaitable[CacheSessionMetadata]], clock: Clock) -> None:
         """`locate` raises ContextNotFound or ContextExpired if there is no such context."""
         self._locate = locate
         self._clock = clock
@@ -180,20 +180,26 @@ class Labels:
         return continued_by(path, claims, header, label=label) if await self._is_context(tenant, label) else asked
 
     async def _is_context(self, tenant: TenantId, label: SessionId) -> bool:
-        if 0 < self._paused_until_ms - self._clock.now_ms() <= PAUSE_MS:
-            return False
         try:
-            async with asyncio.timeout(LOOK_UP_S):
-                await self._locate(tenant, label)
-        except ContextNotFound:
-            return False
+            return await self.find(tenant, label) is not None
         except ContextExpired:
             return True
+
+    async def find(self, tenant: TenantId, label: SessionId) -> CacheSessionMetadata | None:
+        """Return the context of this name; None: there is none, or the store did not answer. Raises ContextExpired."""
+        if 0 < self._paused_until_ms - self._clock.now_ms() <= PAUSE_MS:
+            return None
+        try:
+            async with asyncio.timeout(LOOK_UP_S):
+                return await self._locate(tenant, label)
+        except ContextNotFound:
+            return None
+        except ContextExpired:
+            raise
         except (StoreUnavailable, TimeoutError):
             self._paused_until_ms = self._clock.now_ms() + PAUSE_MS
             log.warning("label look-ups paused for a second: no answer from the context manager")
-            return False
+            return None
         except ContextCacheError as exc:  # A fault of one context: look-ups of others go on.
             log.warning("label look-up failed", extra={"code": exc.code})
-            return False
-        return True
+            return None

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -43,12 +43,12 @@ from contextcache.identity import (
     tenant_tag,
 )
 from contextcache.model import CacheSessionMetadata, ModelId, SessionId, TenantId
-from contextcache.names import new_session_id
+from contextcache.names import KEPT_PREFIX, SESSION_ID_PATTERN, new_session_id
 from contextcache.requests import QUEUED_BYTES, SHARE, LargeBodies
 from contextcache.responses import Continued, Labels, response_id, telling_what_is_missing
 from contextcache.terms import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id
-from gateway.kept import KEEP_HEADER, Plain, allowed, group_of
+from gateway.kept import KEEP_HEADER, Plain, allowed, group_named, group_of, parent_of
 from gateway.parts import Parts
 from gateway.paths import TOKENIZER_PATHS, Kind, kind_of
 from gateway.pods.routing import Choice, RouteQuery
@@ -251,9 +251,27 @@ class Gateway:
     async def _create(self, admission: Admission, claims: Claims, session_id: SessionId | None) -> Forward:
         """Route a create. `session_id` is the name that the client gives the context; None: the pod mints one."""
         affinity = prompt_affinity(admission.tenant, claims)
-        query = admission.query(model=claims.model(), affinity=affinity, stays=True, num_tokens=num_tokens_of(claims))
+        parent = await self._parent(admission)
+        query = admission.query(
+            model=claims.model(),
+            holder="" if parent is None else parent.holder,
+            affinity=affinity,
+            stays=True,
+            num_tokens=num_tokens_of(claims),
+        )
         identity = partial(admission.identity, session_id=session_id)
+        if parent is not None:
+            identity = partial(identity, parent=parent.session_id, parent_refs=parent.cache_refs)
         return await self._placed(Kind.CREATE, query, claims.changed(), identity=identity)
+
+    async def _parent(self, admission: Admission) -> CacheSessionMetadata | None:
+        """Return the context whose agent started the request's conversation; None: none of the tenant's is known."""
+        name = parent_of(admission.headers)
+        if not SESSION_ID_PATTERN.fullmatch(name) or name.startswith(KEPT_PREFIX):
+            return None
+        with suppress(ContextExpired):
+            return await self._labels.find(admission.tenant, name)
+        return None
 
     async def _continued(self, admission: Admission, claims: Claims, asked: Continued) -> Forward:
         """Route a turn, on a branch if it continues an older generation, or the create that it turns out to be."""
@@ -318,10 +336,12 @@ class Gateway:
 
     async def _stateless(self, admission: Admission, claims: Claims, *, body_bytes: int) -> Forward:
         """Route a request without a context: with its conversation, if the key asks for that. No store is asked."""
-        group, identity = "", None
+        group, parent, identity = "", "", None
         if admission.plain is not Plain.OFF:
             label_headers = self.parts.settings.label_headers
             group = group_of(admission.tenant, admission.headers, claims, label_headers)
+            label = parent_of(admission.headers)
+            parent = label and group_named(admission.tenant, claims, label)
         salt = ""
         if admission.plain is Plain.KEEP:
             identity = partial(admission.identity, kept=group)
@@ -331,6 +351,7 @@ class Gateway:
         query = admission.query(
             model=claims.model(),
             affinity=group,
+            parent=parent,
             is_conversation=bool(group),
             stays=bool(group),
             num_tokens=num_tokens_of(claims),
@@ -372,6 +393,9 @@ class Gateway:
                 prefix_at=choice.prefix_at,
                 standby=choice.standby,
             )
+            if signed.parent_refs and choice.endpoint.name != query.holder:
+                # Elsewhere the names would bring all KV from the shared store. `prefix_at` brings the common beginning.
+                signed = replace(signed, parent_refs=())
             headers[IDENTITY_HEADER] = sign_identity(signed, self.parts.secret)
         if session is not None and session.holder and choice.endpoint.name != session.holder:
             await self.parts.holders.start_pull(session, to=choice.endpoint)

@@ -19,14 +19,26 @@ from contextcache.names import KEPT_PREFIX
 KEEP_HEADER = "x-context-keep"
 """Header of a client. `off`: keep nothing of this request."""
 LABEL_HEADERS = (
+    "x-dynamo-session-id",
+    "x-claude-code-agent-id",
     "x-claude-code-session-id",
+    "thread-id",
     "session-id",
     "session_id",
     "x-session-id",
     "x-session-affinity",
     "x-litellm-session-id",
 )
-"""Headers with a conversation's label, of Claude Code, Codex (two spellings), OpenCode and pi, pi, litellm."""
+"""Headers with a conversation's label, of Dynamo's clients, Claude Code (a sub-agent, then its session), Codex (a
+thread, then a session in two spellings), OpenCode and pi, pi, litellm."""
+PARENT_HEADERS = (
+    "x-dynamo-parent-session-id",
+    "x-claude-code-parent-agent-id",
+    "x-codex-parent-thread-id",
+    "x-parent-session-id",
+)
+"""Headers with the label of the conversation whose agent started this one, of Dynamo's clients, Claude Code, Codex and
+OpenCode (Dynamo 1.6 lib/llm/src/protocols/agents.rs)."""
 _LABEL_CHARS_MAX = 512
 
 
@@ -50,11 +62,29 @@ def allowed(asked: Plain, most: Plain) -> Plain:
 
 def group_of(tenant: TenantId, headers: Mapping[str, str], claims: Claims, label_headers: Sequence[str]) -> SessionId:
     """Return the group of a conversation's KV. Other tenants cannot guess it."""
-    label = next((headers[name] for name in (*label_headers, *LABEL_HEADERS) if headers.get(name)), "")
-    if not label:
-        label = claims.text("prompt_cache_key") or ""
+    label = _first(headers, (*label_headers, *LABEL_HEADERS)) or claims.text("prompt_cache_key") or ""
+    return group_named(tenant, claims, label)
+
+
+def parent_of(headers: Mapping[str, str]) -> str:
+    """Return the label of the conversation whose agent started this one; empty: none.
+
+    Claude Code names the parent of nested agents only: the others were started by the session's main agent.
+    """
+    parent = _first(headers, PARENT_HEADERS)
+    if not parent and headers.get("x-claude-code-agent-id"):
+        parent = headers.get("x-claude-code-session-id", "")
+    return parent
+
+
+def group_named(tenant: TenantId, claims: Claims, label: str) -> SessionId:
+    """Return the group of the conversation with this label; empty: of the conversation that begins like the request."""
     named = label.encode("utf-8", "surrogatepass")[:_LABEL_CHARS_MAX]
     return KEPT_PREFIX + beginning_hash(tenant, claims, named or b"\0" + conversation_beginning(claims))
+
+
+def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:
+    return next((headers[name] for name in names if headers.get(name)), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 -- a.lease_id, a.lease_ttl_ms; a.contexts_max: contexts that the tenant may have, 0 for any number; a.tenant_sets: its sets in
 -- the other shards; a.request: digest of a request that may come again; a.room: as `has_room` wants it; a.pending: the row
--- waits for admit.lua; a.model_id, a.mode, a.ttl_s, a.ttl_policy, a.metadata: of the new row.
+-- waits for admit.lua; a.model_id, a.mode, a.ttl_s, a.ttl_policy, a.metadata, a.parent:
+-- of the new row.
 local refused = answered(a.request)
 if refused then
   return {refused}
@@ -38,7 +39,8 @@ redis.call('HSET', SESSION,
   'previous_cache_ref', '', 'holder', '', 'holders', '', 'created_at_ms', integer(now_ms),
   'expires_at_ms', integer(now_ms + a.ttl_s * 1000), 'ttl_s', integer(a.ttl_s), 'ttl_policy', a.ttl_policy,
   'num_tokens', '0', 'num_turns', '0', 'num_segments', '0', 'metadata', a.metadata, 'lease_id', a.lease_id,
-  'lease_until_ms', integer(now_ms + a.lease_ttl_ms), 'committed_lease_id', '', 'marks', '0', 'generations', '0')
+  'lease_until_ms', integer(now_ms + a.lease_ttl_ms), 'committed_lease_id', '', 'marks', '0', 'generations', '0',
+  'parent', a.parent)
 if a.pending then
   redis.call('HSET', SESSION, 'pending', '1')
 end

@@ -142,18 +142,19 @@ def _fitting(heads: Sequence[str], cells: Iterable[Sequence[str]]) -> dict[str, 
     return widths | cut
 
 
-CONTEXT_HEADS = ("session_id", "model", "turns", "tokens", "gen", "state", "left")
+CONTEXT_HEADS = ("session_id", "model", "turns", "tokens", "gen", "state", "left", "parent")
 USAGE_HEADS = ("day", "key", "contexts", "turns", "computed", "cached", "answered", "saved s", "GiB·h")
 TURN_HEADS = ("gen", "at", "computed", "cached", "answered", "from", "first s", "took s", "why")
 KEPT_HEADS = ("id", "tokens", "size", "pods", "left")
 _NUMBERS = frozenset({"turns", "tokens", "gen", "left", "size", *USAGE_HEADS[2:], "first s", "took s"})
-_DROP = ("gen", "state", "contexts", "answered", "GiB·h", "at", "pods", "from", "key")
+_DROP = ("parent", "gen", "state", "contexts", "answered", "GiB·h", "at", "pods", "from", "key")
 """Columns that a narrow terminal leaves out, in this order. `--json` has all of them."""
 
 
 def context_row(info: ContextInfo) -> tuple[object, ...]:
     """Return a context as a row under `CONTEXT_HEADS`."""
-    return info.session_id, info.model, info.turns, info.tokens, info.generation, info.state, left(info.expires_at)
+    counts = (info.turns, info.tokens, info.generation)
+    return info.session_id, info.model, *counts, info.state, left(info.expires_at), info.parent or ""
 
 
 def kept_row(info: KeptInfo) -> tuple[object, ...]:

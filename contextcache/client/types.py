@@ -174,6 +174,8 @@ class ContextInfo:
     holder: Mapping[str, Any] | None = None
     forked_from: Mapping[str, Any] | None = None
     """`session_id` and `generation` of the context that it was forked from."""
+    parent: str | None = None
+    """Context whose agent started this one."""
     recent_turns: Sequence[TurnInfo]
     """The last turns, the oldest first."""
     raw: Mapping[str, Any] = field(repr=False)

@@ -167,6 +167,7 @@ class Session(google.protobuf.message.Message):
     MARK_FIELD_NUMBER: builtins.int
     FORKED_FROM_FIELD_NUMBER: builtins.int
     FORKED_GENERATION_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """Public name, `ctx_` and 128 random bits, or the client's own."""
     tenant: builtins.str
@@ -207,6 +208,8 @@ class Session(google.protobuf.message.Message):
     """Session that this one was forked from; empty for one that was not."""
     forked_generation: builtins.int
     """Its generation that was forked."""
+    parent: builtins.str
+    """Session whose agent started this one; empty for none."""
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Client's metadata: string keys and values."""
@@ -239,8 +242,9 @@ class Session(google.protobuf.message.Message):
         mark: builtins.str = ...,
         forked_from: builtins.str = ...,
         forked_generation: builtins.int = ...,
+        parent: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "created_at_ms", b"created_at_ms", "expires_at_ms", b"expires_at_ms", "forked_from", b"forked_from", "forked_generation", b"forked_generation", "generation", b"generation", "holder", b"holder", "holders", b"holders", "knows_holders", b"knows_holders", "mark", b"mark", "metadata", b"metadata", "mode", b"mode", "model_id", b"model_id", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "previous_cache_ref", b"previous_cache_ref", "session_id", b"session_id", "state", b"state", "tenant", b"tenant", "ttl_policy", b"ttl_policy", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "created_at_ms", b"created_at_ms", "expires_at_ms", b"expires_at_ms", "forked_from", b"forked_from", "forked_generation", b"forked_generation", "generation", b"generation", "holder", b"holder", "holders", b"holders", "knows_holders", b"knows_holders", "mark", b"mark", "metadata", b"metadata", "mode", b"mode", "model_id", b"model_id", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "parent", b"parent", "previous_cache_ref", b"previous_cache_ref", "session_id", b"session_id", "state", b"state", "tenant", b"tenant", "ttl_policy", b"ttl_policy", "ttl_s", b"ttl_s"]) -> None: ...
 
 Global___Session: typing_extensions.TypeAlias = Session
 
@@ -308,6 +312,7 @@ class ReserveSessionRequest(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     LEASE_TTL_MS_FIELD_NUMBER: builtins.int
     REPEATABLE_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
@@ -324,6 +329,8 @@ class ReserveSessionRequest(google.protobuf.message.Message):
     """Caller's random name for its lease; repeats with the same one are harmless."""
     lease_ttl_ms: builtins.int
     """Life of the lease in ms."""
+    parent: builtins.str
+    """Session whose agent started this one; empty for none. It is only shown."""
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Client's metadata."""
@@ -347,9 +354,10 @@ class ReserveSessionRequest(google.protobuf.message.Message):
         lease_id: builtins.str = ...,
         lease_ttl_ms: builtins.int = ...,
         repeatable: Global___Repeatable | None = ...,
+        parent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "repeatable", b"repeatable"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "metadata", b"metadata", "mode", b"mode", "model_id", b"model_id", "repeatable", b"repeatable", "session_id", b"session_id", "tenant", b"tenant", "ttl_policy", b"ttl_policy", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "metadata", b"metadata", "mode", b"mode", "model_id", b"model_id", "parent", b"parent", "repeatable", b"repeatable", "session_id", b"session_id", "tenant", b"tenant", "ttl_policy", b"ttl_policy", "ttl_s", b"ttl_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_repeatable", b"_repeatable"]) -> typing.Literal["repeatable"] | None: ...
 
 Global___ReserveSessionRequest: typing_extensions.TypeAlias = ReserveSessionRequest

@@ -58,6 +58,7 @@ def _summary(session: CacheSessionMetadata) -> Json:
         "generation": session.generation,
         "metadata": dict(session.metadata),
         "forked_from": source and {"session_id": source[0], "generation": source[1]},
+        "parent": session.parent or None,
     }
 
 

@@ -59,10 +59,12 @@ class RouteQuery:
 
     model: ModelId | None = None
     holder: str = ""
-    """Endpoint that has the context's KV; empty: none, or unknown."""
+    """Endpoint that has the KV of the context, or of a new context's parent; empty: none, or unknown."""
     affinity: str = ""
     """Hash of the prompt's beginning, or name of the kept conversation. Requests with the same one share a prefix.
     Empty: unknown."""
+    parent: str = ""
+    """Affinity of the conversation whose agent started this one. It counts while `affinity` is unknown."""
     is_conversation: bool = False
     """True: requests with the same affinity continue each other, so the pod of the newest one has the KV."""
     stays: bool = False
@@ -138,8 +140,14 @@ class _Choosing:
         self._candidates = roster.candidates(query.model, query.subset)
 
     def choice(self) -> Choice:
-        if self._query.holder:
-            return self._at_holder(self._roster.named(self._query.holder))
+        query, holder = self._query, self._roster.named(self._query.holder)
+        if query.holder and not query.stays:
+            return self._at_holder(holder)
+        if holder is not None and holder in self._candidates:
+            # The parent's. The new context needs the common beginning of its KV, and its own KV stays where it is made.
+            chosen = self._at_holder(holder)
+            is_away = chosen.endpoint.name != holder.endpoint.name and bool(holder.tiers)
+            return replace(chosen, is_placed=True, prefix_at=holder.endpoint.sidecar if is_away else "")
         if self._query.affinity:
             return self._where_alike()
         least = _least_loaded(self._some(), self._rng)
@@ -175,7 +183,8 @@ class _Choosing:
 
     def _where_alike(self) -> Choice:
         """Return the pod of requests with this beginning, or a cheaper one."""
-        query, heard = self._query, self._roster.knowing(self._query.affinity)
+        query = self._query
+        heard = self._roster.knowing(query.affinity) or self._roster.knowing(query.parent)
         names = heard if query.is_conversation else some_of(list(heard), self._rng)
         knowing = [state for name in names if (state := self._roster.named(name)) is not None]
         fitting = [state for state in knowing if state in self._candidates]

@@ -92,6 +92,15 @@ class SessionStoreContract:
         await self.reserve(store, new, now_ms=now_ms)
         return await store.commit_turn(first_commit(SessionKey(new.tenant, new.session_id)), now_ms=now_ms)
 
+    async def test_a_parent_is_kept_and_an_invalid_one_is_refused(self, store: SessionStore) -> None:
+        """Seen failing: without the field in `reserve.lua`, the row had no parent after its commit."""
+        await self.create(store)
+        child = await self.create(store, replace(NEW, session_id="ctx_2", parent=KEY.session_id))
+
+        assert (child.parent, (await store.get(KEY, now_ms=NOW)).parent) == (KEY.session_id, "")
+        with pytest.raises(InvalidRequest):
+            await self.reserve(store, replace(NEW, session_id="ctx_3", parent="a/b"), lease_id="third")
+
     async def test_counts_sessions_and_no_tombstones(self, store: SessionStore) -> None:
         assert await store.count_sessions() == 0
         await self.create(store)

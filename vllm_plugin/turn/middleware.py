@@ -259,7 +259,8 @@ class TurnMiddleware:
                 session_id = session_id_of(tenant, said.key, self._secret)
         if named is not None and not request.creates_if_missing:
             return request, None
-        return request, read_new_session(body, tenant=tenant, model=request.model, session_id=session_id)
+        parent = client.identity.parent
+        return request, read_new_session(body, tenant=tenant, model=request.model, session_id=session_id, parent=parent)
 
     async def _named(self, client: Client, raw: bytes) -> SessionId | None:
         """Return the context that an unrouted request continues or creates; None: it has none."""

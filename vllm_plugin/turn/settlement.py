@@ -191,13 +191,15 @@ class Settlement:
         return receipt_headers(turn, _usage(turn, planned, 0), generation=generation, expires_at_ms=expires_at_ms)
 
     async def _take_load(self, turn: Turn, told: Mapping[str, Any], *, is_whole: bool) -> None:
-        # Nothing was named for a create: the engine tells where it started from only if it was from something.
-        if turn.holder or turn.loaded is not None or not (turn.session.cache_refs or is_whole):
+        # Nothing was named for most creates: the engine tells where it started from only if it was from something.
+        if turn.holder or turn.loaded is not None or not (turn.load_refs or is_whole):
             return
         turn.loaded = await self.kv.loaded(turn.request_id, told, is_whole=is_whole)
         if turn.loaded is not None:
             turn.no_kv = "" if turn.loaded.reason == COMPUTED_SOON else turn.loaded.reason
-        if turn.no_kv == CacheRefNotFound.code:
+        if turn.no_kv == CacheRefNotFound.code and turn.is_create:
+            turn.no_kv = ""  # the parent's KV was only worth a try
+        elif turn.no_kv == CacheRefNotFound.code:
             # Never saved, perhaps: then the store knows why.
             with suppress(ContextCacheError):
                 found = await self.kv.wait_sealed(turn.session.tenant, turn.session.cache_ref, timeout_ms=0)

@@ -267,7 +267,7 @@ class TurnStory:
             )
         turn.timings_ms["compose"] = self.clock.now_ms() - turn.started_ms
         delivery = Delivery(turn, self._settlement, TurnPatience(self.settings.engine_timeout_s))
-        if turn.session.cache_refs:
+        if turn.load_refs:
             self.kv.expect_load(turn.request_id)
         try:
             with child_span("turn generate"):
@@ -352,7 +352,7 @@ class TurnStory:
             session_id=session.session_id,
             # The report of the first load is the turn's.
             request_id=f"{turn.request_id}-{len(turn.resumed)}" if turn.left_refs else turn.request_id,
-            load=(*turn.left_refs, *session.cache_refs),
+            load=(*turn.left_refs, *turn.load_refs),
             save=turn.save_ref,
             expires_at_ms=session.expires_at_ms,
             save_again_tokens=session.num_tokens if saves_again else 0,

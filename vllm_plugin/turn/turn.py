@@ -140,6 +140,11 @@ class Turn:
         """How the prompt stood to the transcript: append, exact, extend, diverge; empty for a create."""
         return "" if self.is_create else self.prompt.outcome.value
 
+    @property
+    def load_refs(self) -> tuple[CacheRef, ...]:
+        """Stored KV to start from, best first: the context's, or that of a new context's parent."""
+        return self.client.identity.parent_refs if self.is_create else self.session.cache_refs
+
     def advance(self, event: str) -> None:
         """Change the phase."""
         self.phase = PHASES.after(self.phase, event)

@@ -88,6 +88,7 @@ const Facts = ({ context }) => html`<dl class="facts card">
     context.holder.reason ? `: ${reasonOf(context.holder.reason)}` : ""}</small><//>
   <${Fact} name="Generation"><span class="number">${count(context.generation)}</span><//>
   <${Fact} name="Mode">${context.mode}<//>
+  ${context.parent && html`<${Fact} name="Parent"><${Named} id=${context.parent} /><//>`}
   <${Fact} name="Created"><span class="number">${moment(context.created)}</span><//>
   <${Fact} name="Time left"><${Life} expiresAt=${context.expires_at} ttl=${context.ttl} />
     <small class="number">${moment(context.expires_at)}, ${context.ttl_policy === "sliding" ? "sliding: each turn extends it" : "fixed"}</small><//>

@@ -27,6 +27,7 @@ class Store:
             raise self.fault
         if (tenant, session_id) not in self.contexts:
             raise ContextNotFound("no context has this session_id")
+        return session_id
 
 
 @pytest.fixture

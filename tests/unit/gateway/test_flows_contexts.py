@@ -31,6 +31,7 @@ async def test_a_context_is_described_with_its_kv(parts):
         "generation": 1,
         "metadata": {},
         "forked_from": None,
+        "parent": None,
         "bytes": 4096,
         "tiers": ["disk"],
         "holder": {"endpoint": "pod-a", "state": "sealed"},

@@ -195,7 +195,7 @@ def with_new_messages(request: TurnRequest, new: Sequence[int] | None) -> TurnRe
 
 
 def read_new_session(
-    body: dict[str, Any], *, tenant: TenantId, model: str, session_id: SessionId | None = None
+    body: dict[str, Any], *, tenant: TenantId, model: str, session_id: SessionId | None = None, parent: SessionId = ""
 ) -> NewSession:
     """Read a create's terms of its session. Raises InvalidRequest, TtlOutOfRange.
 
@@ -210,6 +210,7 @@ def read_new_session(
         ttl_s=DEFAULT_TTL_S if terms.ttl_s is None else terms.ttl_s,
         ttl_policy=terms.ttl_policy or TtlPolicy.FIXED,
         metadata=terms.metadata or {},
+        parent=parent,
     )
 
 
