@@ -6,6 +6,7 @@ Each request goes to both, one right after the other; who is first alternates. N
 turn of an existing context wait for none.
 
 - plain: a request without a context. It goes to the engine itself, or through the middleware;
+- Envoy: the same through Envoy and gateway of each tree. Two rows more compare it with the engine itself;
 - create, turn: 200 ids, not streamed; long: a create with 131 072 ids;
 - first: the first token of a streamed turn; gap: the 99th percentile between two tokens of 50 streams at once;
 - CPU a token of these 50 streams, and the memory of the turn process after all.
@@ -17,7 +18,9 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import secrets
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,12 +34,13 @@ import aiohttp
 
 from benchmarks.estimates import cell, interval, percentile
 from benchmarks.front.process_figures import CpuSample, resident_bytes
-from benchmarks.processes import Processes
+from benchmarks.processes import Processes, envoy_binary
 from benchmarks.result import RESULTS, write_result
 from benchmarks.turn import fake_vllm
 from benchmarks.turn.fake_vllm import MODEL
 from contextcache.clock import SystemClock
 from contextcache.identity import IDENTITY_HEADER, Identity, sign_identity
+from deploy.local.ports import LOOPBACK
 from deploy.local.readiness import HttpReady
 from deploy.local.table import render
 
@@ -45,8 +49,9 @@ MIDDLEWARE = "vllm_plugin.turn.middleware.TurnMiddleware"
 TENANT = "bench"
 SHORT_IDS, LONG_IDS = 200, 131_072
 STREAMS, STREAM_TOKENS = 50, 100
-BARS = {"plain": 0.0, "create": 1.5, "turn": 1.5, "long": None, "first": 1.5, "gap p99": 2.0}
-"""Most milliseconds that the process may add. plain: the interval must hold zero."""
+BARS = {"plain": 0.0, "Envoy": 0.0, "create": 1.5, "turn": 1.5, "long": None, "first": 1.5, "gap p99": 2.0}
+"""Most milliseconds that the process may add. plain, Envoy: the interval must not lie above zero."""
+_KEY = "sk-" + secrets.token_hex(32)
 MEMORY_BAR_BYTES = 150_000_000
 CPU_BAR_US = 25.0
 _NUMBERS = itertools.count()
@@ -60,6 +65,7 @@ class Way:
     url: str
     """For requests of contexts."""
     plain_url: str
+    envoy_url: str
     pids: Mapping[str, list[int]]
 
 
@@ -96,13 +102,54 @@ def _run(directory: Path, previous: Path, rounds: int) -> dict[str, Any]:
         env |= {"TURN_LISTEN_PORT": str(turn_port), "TURN_ENGINE_URL": processes.url("engine")}
         command = [sys.executable, "-m", "vllm_plugin.turn"]
         processes.start("turn", command, HttpReady(f"{processes.url('turn')}/health"), env=env)
+        pod = {"name": "pod-0", "url": processes.url("engine"), "turn_url": processes.url("turn")}
+        envoys = (
+            _start_envoy(processes, "today", ROOT, pod, ENVOY_ENGINES=json.dumps([processes.address("engine")])),
+            _start_envoy(processes, "previous", previous, {"name": "pod-0", "url": processes.url("middleware")}),
+        )
+        pids = (processes.pids(["engine", "turn"]), processes.pids(["middleware"]))
         ways = (
-            Way("process", processes.url("turn"), processes.url("engine"), processes.pids(["engine", "turn"])),
-            Way("middleware", processes.url("middleware"), processes.url("middleware"), processes.pids(["middleware"])),
+            Way("process", processes.url("turn"), processes.url("engine"), envoys[0], pids[0]),
+            Way("middleware", processes.url("middleware"), processes.url("middleware"), envoys[1], pids[1]),
         )
         bench = Bench(ways, secret.read_bytes().strip())
         asyncio.run(bench.run(rounds))
         return bench.report() | {"memory_bytes": sum(map(resident_bytes, processes.pids(["turn"])["turn"]))}
+
+
+def _start_envoy(processes: Processes, name: str, tree: Path, pod: dict[str, str], **env: str) -> str:
+    """Start gateway and Envoy of a tree before a pod, as the local stack does; return Envoy's URL."""
+    files = processes.directory / name
+    files.mkdir()
+    keys = processes.write_keys("keys.json", {_KEY: TENANT})
+    port, ext_proc = processes.free_port(f"gateway {name}"), processes.free_port(f"ext_proc {name}")
+    shared = {"PYTHONPATH": str(tree)}
+    settings = {
+        "GATEWAY_PORT": str(port),
+        "GATEWAY_EXT_PROC_LISTEN": f"{LOOPBACK}:{ext_proc}",
+        "GATEWAY_MANAGER": processes.address("manager"),
+        "GATEWAY_ENDPOINTS": json.dumps([pod]),
+        "GATEWAY_SECRET_FILE": str(processes.directory / "secret"),
+        "GATEWAY_API_KEYS_FILE": str(keys),
+    }
+    command = [sys.executable, "-m", "gateway"]
+    ready = HttpReady(f"http://{LOOPBACK}:{port}/readyz")
+    processes.start(f"gateway-{name}", command, ready, env=shared | settings, cwd=tree)
+    listen, admin = processes.free_port(f"envoy {name}"), processes.free_port(f"admin {name}")
+    made = {
+        "ENVOY_LISTEN_PORT": str(listen),
+        "ENVOY_ADMIN_PORT": str(admin),
+        "ENVOY_GATEWAYS": json.dumps([f"{LOOPBACK}:{port},{LOOPBACK}:{ext_proc}"]),
+        "ENVOY_PODS": json.dumps([pod.get("turn_url", pod["url"]).removeprefix("http://")]),
+        "ENVOY_API_KEYS_FILE": str(keys),
+        "ENVOY_CONFIG_DIR": str(files),
+    }
+    command = [sys.executable, "-m", "gateway.envoy", "bootstrap"]
+    subprocess.run(command, env=os.environ | shared | made | env, cwd=tree, check=True, timeout=60)
+    command = [str(envoy_binary()), "--config-path", str(files / "envoy.json"), "--concurrency", "1"]
+    command += ["--use-dynamic-base-id", "--log-level", "warning"]
+    processes.start(f"envoy-{name}", command, HttpReady(f"http://{LOOPBACK}:{admin}/ready"))
+    return processes.url(f"envoy {name}")
 
 
 class Bench:
@@ -129,6 +176,8 @@ class Bench:
     async def _round(self, way: Way, *, counts: bool) -> None:
         plain = {"model": MODEL, "prompt": _ids(SHORT_IDS), "max_tokens": 1}
         took = {"plain": await self._whole(f"{way.plain_url}/v1/completions", plain, {})}
+        key = {"Authorization": f"Bearer {_KEY}"}
+        took["Envoy"] = await self._whole(f"{way.envoy_url}/v1/completions", plain, key)
         took["create"] = await self._whole(f"{way.url}/v1/context", plain, self._signed(None))
         named = self.session_id
         turn = {**plain, "session_id": named}
@@ -190,10 +239,18 @@ class Bench:
             edges, middle = interval(added, digits=2), percentile(added, digits=2)
             assert edges is not None
             assert middle is not None
-            met = None if bar is None else (edges[0] <= 0 if what == "plain" else middle <= bar)
+            met = None if bar is None else (edges[0] <= 0 if what in ("plain", "Envoy") else middle <= bar)
             medians = {"process_ms": percentile(new, digits=2), "middleware_ms": percentile(old, digits=2)}
             rows.append({"what": what, "n": len(new), **medians, "added_ms": middle, "added_95": edges})
             rows[-1] |= {"bar": bar, "met": met}
+        for way in self.ways:
+            # No bar: Envoy and its look at the gateway cost what they cost without a turn process, too.
+            through, direct = self.times_ms["Envoy"][way.name], self.times_ms["plain"][way.name]
+            added = [one - other for one, other in zip(through, direct, strict=True)]
+            figures = {"added_ms": percentile(added, digits=2), "added_95": interval(added, digits=2)}
+            what = f"Envoy beside the {'engine' if way is self.ways[0] else 'middleware'} itself"
+            rows.append({"what": what, "n": len(added), "process_ms": percentile(through, digits=2)})
+            rows[-1] |= {"middleware_ms": percentile(direct, digits=2), **figures, "bar": None, "met": None}
         cpu = {way: {part: percentile(used) for part, used in parts.items()} for way, parts in self.cpu_us.items()}
         return {"rows": rows, "cpu_us_per_token": cpu, "cpu_bar_us": CPU_BAR_US, "memory_bar_bytes": MEMORY_BAR_BYTES}
 

@@ -172,11 +172,12 @@ class Processes:
         *,
         env: Mapping[str, str] | None = None,
         within_s: float = 30.0,
+        cwd: Path = ROOT,
     ) -> None:
-        """Start any process and wait until it is ready."""
-        self._starts[name] = lambda: self.start(name, command, is_ready, env=env, within_s=within_s)
+        """Start any process in the directory `cwd` and wait until it is ready."""
+        self._starts[name] = lambda: self.start(name, command, is_ready, env=env, within_s=within_s, cwd=cwd)
         with Step(name) as step:
-            child = start_process(command, env={**self._env, **(env or {})}, cwd=ROOT, log=self._log(name))
+            child = start_process(command, env={**self._env, **(env or {})}, cwd=cwd, log=self._log(name))
             self._running[name] = (name_of(child.pid), child)
             while not is_ready():
                 self.check_alive()
