@@ -299,8 +299,8 @@ class Resuming:
                 if waited_s >= _COMMENT_S:
                     waited_s = 0.0
                     await turn.client.keep_alive.comment()
-                if not await engine.is_ready():
-                    continue
+            if not await engine.is_ready():
+                continue
             turn.client.engine = engine
             try:
                 return await self._known_at(engine)

@@ -194,6 +194,22 @@ async def test_a_standby_that_is_not_there_harms_nothing_and_the_own_engine_is_n
     assert [len(loaded) for loaded in saves] == [2] * 5  # the standby that refused has saved nothing
 
 
+async def test_a_standby_that_hangs_is_left_soon(pod_of):
+    """Seen failing: the first call to it had the deadline of a long tokenisation, 30 s."""
+
+    class Hanging(BreakingEngine):
+        async def __call__(self, scope, receive, send):
+            await asyncio.get_running_loop().create_future()
+
+    pod = pod_of(BreakingEngine(), Hanging("standby"))
+
+    stream, _, _ = await broken(pod, (5, "raise"))
+
+    assert stream.complete
+    (resumed,) = stream.usage["context"]["resumed"]
+    assert (resumed["to"], resumed["paused_ms"]) == ("engine-0", 2_500)
+
+
 async def test_an_answer_is_taken_over_twice_and_no_more(pod_of):
     pod = pod_of(BreakingEngine())
 
