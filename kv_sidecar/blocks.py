@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -90,6 +90,11 @@ class References:
     def __bool__(self) -> bool:
         """Return whether anything refers to the block."""
         return bool(self.manifest or self.kept or self.save or self.lease or self.promise)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether a manifest refers to it, so that a load can ask for it."""
+        return bool(self.manifest or self.kept)
 
     @property
     def is_kept_alone(self) -> bool:
@@ -185,10 +190,15 @@ class Blocks:
         """Bytes under promises, by tenant: each block once."""
         self.inodes: tuple[int, int] | None = None
         """Free inodes and all inodes of the filesystem at the last change; None: unknown."""
+        self._on_change: Callable[[BlockKey], None] = lambda _key: None
 
     def __iter__(self) -> Iterator[Block]:
         """Iterate over a snapshot of all records. Safe in any thread."""
         return iter(list(self._blocks.values()))
+
+    def watch(self, on_change: Callable[[BlockKey], None]) -> None:
+        """Call `on_change` after each step, each eviction from memory and each change of a block's manifests."""
+        self._on_change = self._memory.on_evict = on_change
 
     def get(self, key: BlockKey) -> Block:
         """Return a block's record; a new one is stored once a reference or a step begins."""
@@ -290,6 +300,7 @@ class Blocks:
                 block.phase = PHASES.after(block.phase, "not on disk" if block.disk_bytes is None else "on disk")
                 block.over = None
                 self._forget_empty(block)
+                self._on_change(block.key)
             over.set()
 
     def found(self, block: Block, size_bytes: int | None, *, tenant: TenantId | None = None) -> int:
@@ -305,7 +316,7 @@ class Blocks:
         """Make a filled slot the copy in memory of a block; the copy before is freed."""
         self.drop_copy(block)
         block.slot, block.is_from_disk = slot, is_from_disk
-        self._memory.keep(slot)
+        self._memory.keep(slot, block.key)
         for who in _PINNING:
             if getattr(block.refs, who):
                 self._memory.pin(slot)
@@ -400,6 +411,8 @@ class Blocks:
         setattr(block.refs, who, getattr(block.refs, who) + change)
         if is_counted:
             self._count(block, 1)
+        if who in {"manifest", "kept"}:
+            self._on_change(block.key)
 
     def _resize(self, block: Block, size_bytes: int | None, tenant: TenantId | None = None) -> None:
         for sign in (-1, 1):

@@ -178,6 +178,15 @@ class SidecarMetrics:
             "store_waiting", "Contexts and kept KV that wait to be written to the shared store."
         )
 
+        self.events = self._counter(
+            "events", "KV events published, by their type in vLLM: `BlockStored`, `BlockRemoved`.", "type"
+        )
+        self.replays = self._counter(
+            "event_replays",
+            "Replays for subscribers of KV events. `batches`: the last batches again. `snapshot`: everything stored.",
+            "kind",
+        )
+
     def _add_tiers(self) -> None:
         self.io_seconds = self._histogram(
             "io_seconds",

@@ -17,6 +17,7 @@ from kv_sidecar.store.objects import check_store_url
 
 _CONTAINER = Path("/sys/fs/cgroup")
 """Files of this process's own container (cgroup v2)."""
+_PORT_MAX = 65535
 _PROCESS_BYTES = 512 << 20
 """Memory beside the arena: the process, blocks on their way to a shared store, a block for each thread and stream."""
 
@@ -134,6 +135,19 @@ class SidecarSettings(TlsSettings, TracingSettings):
     store_tenant_limit_bytes: int = Field(
         0, ge=0, description="Maximum bytes of each tenant's blocks in the store, by the same rule. 0: no limit."
     )
+    events_listen: str = Field(
+        "",
+        description="host:port on which routers of other projects subscribe to KV events in vLLM's format (ZeroMQ, not "
+        "encrypted). The next port serves replays. Empty: no events.",
+    )
+    events_tenants: tuple[str, ...] = Field(
+        (),
+        description='Tenants whose events are published: a JSON list. "*": all. Events have the token ids of prompts '
+        "and answers.",
+    )
+    events_topic: str = Field(
+        "", max_length=256, description="Topic of the events. llm-d expects kv@<pod>@<model>. Empty: none."
+    )
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint. 0: off.")
     log_level: str = Field("INFO", description="Python log level.")
 
@@ -168,6 +182,16 @@ class SidecarSettings(TlsSettings, TracingSettings):
     def _listens_somewhere(self) -> SidecarSettings:
         if not self.listen and self.unix_socket is None:
             raise ValueError("set SIDECAR_LISTEN or SIDECAR_UNIX_SOCKET, or both")
+        return self
+
+    @model_validator(mode="after")
+    def _has_events(self) -> SidecarSettings:
+        if self.events_listen:
+            host, _, port = self.events_listen.rpartition(":")
+            if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < _PORT_MAX:
+                raise ValueError(f"SIDECAR_EVENTS_LISTEN must be host:port, with a port of 1 to {_PORT_MAX - 1}")
+            if not self.events_tenants:
+                raise ValueError("set SIDECAR_EVENTS_TENANTS too: SIDECAR_EVENTS_LISTEN alone publishes no events")
         return self
 
     def addresses(self) -> list[str]:

@@ -20,6 +20,8 @@ from kv_sidecar.accounts import LoadReports, UsageMeter
 from kv_sidecar.blocks import Blocks, PromiseKind
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.client import KVSidecarClient
+from kv_sidecar.events.stream import EventStream
+from kv_sidecar.events.view import EventView
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.moving.borrowing import Prefixes
 from kv_sidecar.moving.leaving import Leaving
@@ -95,6 +97,8 @@ class Sidecar:
         self.catalog = ContextCatalog(self.runtime, refs, tiers=self.tiers, manifests=manifests, limits=limits)
         self.shared = self._open_shared() if settings.store_url else None
         """Tier under the disk; None: KV ends with its pod."""
+        self.events = self._open_events() if settings.events_listen else None
+        """Events for routers of other projects; None: they are off."""
         self._shared_collector = None if self.shared is None else SharedCollector(self.shared, self.runtime, limits)
         self.engine = EngineRanks()
         # Block files in memory, apart from those of saves: a peer that hangs must not hold up the engine.
@@ -132,6 +136,12 @@ class Sidecar:
         self.metrics.store_waiting.set_function(lambda: shared.num_waiting)
         return shared
 
+    def _open_events(self) -> EventStream:
+        view = EventView(self.blocks, self.settings.events_tenants)
+        self.catalog.manifests.on_found = view.learn
+        listen, topic = self.settings.events_listen, self.settings.events_topic
+        return EventStream(view, self.runtime, listen=listen, topic=topic)
+
     def _show_room(self) -> None:
         self.metrics.watch("host", self.blocks.memory_usage)
         self.metrics.watch("disk", self.blocks.usage)
@@ -149,6 +159,8 @@ class Sidecar:
         """Open the stores and rebuild the index. Raises OSError when the data directory is taken."""
         await asyncio.to_thread(self._open_stores)
         await self.catalog.manifests.rebuild()
+        if self.events is not None:
+            self.events.open()
         self.threads.begin(self.catalog.restore_pins())
         if self.shared is not None:
             for record in self.catalog.manifests:
@@ -173,6 +185,8 @@ class Sidecar:
     async def close(self) -> None:
         """End pulls, stop collecting, finish running steps and release the data directory."""
         await self.drain()
+        if self.events is not None:
+            await self.events.close()
         for task in self._passes:
             task.cancel()
         await asyncio.gather(*self._passes, return_exceptions=True)

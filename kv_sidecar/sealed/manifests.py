@@ -139,6 +139,8 @@ class Manifests:
         """Manifests read or written last, oldest first, each with the record of that time."""
         self.on_change: Callable[[Change, ManifestRecord], None] = lambda _change, _record: None
         """Called with each manifest that the shared store has to learn of."""
+        self.on_found: Callable[[Manifest], None] = lambda _manifest: None
+        """Called with each manifest before its record is added: records have no tokens."""
         self.lock = asyncio.Lock()
         """Held while manifest files change, so that a late seal or touch never undoes a delete. Waits for the local
         disk only, never for the network."""
@@ -269,6 +271,7 @@ class Manifests:
                 continue
             for key, checksum in zip_longest(record.keys, manifest.block_checksums):
                 self._blocks.vouch(key, manifest.tenant, checksum)
+            self.on_found(manifest)
             # Forks share their blocks, and so the names of them.
             usable.append(replace(record, keys=tuple(known.setdefault(key, key) for key in record.keys)))
         return usable, doomed
@@ -425,6 +428,7 @@ class Manifests:
                 return None
             await self._threads.write(self._put, manifest)
             record = record_of(manifest)
+            self.on_found(manifest)
             self._add(record)
             self._remember(record, manifest)
             return record

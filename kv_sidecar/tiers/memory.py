@@ -11,11 +11,12 @@ import asyncio
 import secrets
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from contextcache.errors import SidecarUnavailable
 from contextcache.model import CacheRef
+from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.tiers.arena import Region
 
 ALIGNMENT = 64
@@ -36,6 +37,8 @@ class Slot:
     """Readers for which it stays in place."""
     is_kept: bool = False
     """Whether it has a block's bytes: it may be evicted while nothing pins it."""
+    key: BlockKey | None = None
+    """Block that it was kept for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ class Memory:
         """Names of the processes that see the region."""
         self.lent_bytes = 0
         """Bytes of slots that engines may be writing to."""
+        self.on_evict: Callable[[BlockKey], None] = lambda _key: None
+        """Called with the block of each evicted slot."""
         self._room = asyncio.Event()
         self._is_watched = False
         """Whether a call may wait for `_room`."""
@@ -108,14 +113,17 @@ class Memory:
         room_bytes = rounded(size_bytes)
         offset = self._extents.take(room_bytes)
         while offset is None and self._idle and room_bytes <= self.free_bytes + self._idle_bytes:
-            offset = self._extents.take_at(self.free(next(iter(self._idle))), room_bytes)
+            evicted = next(iter(self._idle))
+            offset = self._extents.take_at(self.free(evicted), room_bytes)
+            if evicted.key is not None:
+                self.on_evict(evicted.key)
         if offset is None:
             return None
         return Slot(offset, size_bytes, room_bytes, 0 if self.region is None else self.region.generation(offset))
 
-    def keep(self, slot: Slot) -> None:
+    def keep(self, slot: Slot, key: BlockKey | None = None) -> None:
         """Keep a filled slot as a block's copy, as the most recently used."""
-        slot.is_kept = True
+        slot.is_kept, slot.key = True, key
         self.num_kept += 1
         self.kept_bytes += slot.size_bytes
         self._add_idle(slot)

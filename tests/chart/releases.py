@@ -284,6 +284,13 @@ _VALUES: dict[str, Values] = {
             },
         },
     ),
+    "sidecar with events": merged(
+        ENGINE,
+        {
+            "sidecar": {"settings": {"eventsListen": "0.0.0.0:5561", "eventsTenants": ["team-a"], "eventsTopic": "kv"}},
+            "networkPolicy": {"eventSubscribers": [{"podSelector": {"matchLabels": {"app": "router"}}}]},
+        },
+    ),
     "sidecars apart": merged(ENGINE, {"sidecar": {"peers": False}}),
     "sidecars of two networks": merged(ENGINE, {"sidecar": {"peerNetworks": ["10.0.0.0/8", "fd00::/8"]}}),
     "engines on other ports": merged(ENGINE, {"discovery": {"port": 8080, "sidecarPort": 50062}}),

@@ -252,6 +252,38 @@ def test_injected_pods_are_closed_at_the_sidecar_s_ports_alone():
     assert policy["spec"]["policyTypes"] == ["Ingress"]
 
 
+EVENTS = {"sidecar": {"settings": {"eventsListen": "0.0.0.0:5561", "eventsTenants": ["team-a"]}}}
+ROUTER = {"podSelector": {"matchLabels": {"app": "router"}}}
+
+
+@pytest.mark.parametrize("name", ["engine", "injected"])
+def test_events_are_open_to_named_peers_alone(name):
+    """Seen failing: when the events' ports are among those of an injected pod that anybody reaches."""
+    for subscribers in ([], [ROUTER]):
+        values = merged(REDIS, ENGINE, INJECTOR, EVENTS, {"networkPolicy": {"eventSubscribers": subscribers}})
+        policies = of_kind(render(Release(values)), "NetworkPolicy")
+        policy = next(made for made in policies if made["metadata"]["name"].endswith(f"-{name}"))
+        rules = [rule for rule in policy["spec"]["ingress"] if _opens(rule, 5561) or _opens(rule, 5562)]
+
+        assert [rule["from"] for rule in rules] == [subscribers] * len(subscribers)
+        assert all(_opens(rule, 5561) and _opens(rule, 5562) for rule in rules)
+
+
+def _opens(rule, port):
+    tcp = [it for it in rule["ports"] if it.get("protocol", "TCP") == "TCP"]
+    return any(it["port"] <= port <= it.get("endPort", it["port"]) for it in tcp)
+
+
+def test_events_have_their_settings_and_named_ports():
+    pod = engine_pod(EVENTS)
+    sidecar = container(pod, "kv-sidecar")
+
+    assert env_of(sidecar)["SIDECAR_EVENTS_LISTEN"] == "0.0.0.0:5561"
+    assert env_of(sidecar)["SIDECAR_EVENTS_TENANTS"] == '["team-a"]'
+    ports = {port["name"]: port["containerPort"] for port in sidecar["ports"]}
+    assert (ports["kv-events"], ports["kv-replays"]) == (5561, 5562)
+
+
 def test_the_connector_s_keys_are_those_of_its_settings():
     made = next(
         node

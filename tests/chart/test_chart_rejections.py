@@ -44,6 +44,10 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         merged(ENGINE, {"discovery": {"sidecarPort": 8000}}),
         ("discovery.sidecarPort",),
     ),
+    "events on a port of the pod": (
+        merged(ENGINE, {"sidecar": {"settings": {"eventsListen": "0.0.0.0:9090", "eventsTenants": ["*"]}}}),
+        ("sidecar.settings.eventsListen", "9091"),
+    ),
     "one port for vLLM and its turn process": (
         merged(ENGINE, {"discovery": {"turnPort": 8000}}),
         ("discovery.port", "discovery.turnPort"),

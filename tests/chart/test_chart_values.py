@@ -110,6 +110,9 @@ SAMPLES: dict[str, Any] = {
 }
 """Values for keys whose schema does not say enough."""
 BESIDE: dict[str, Values] = {
+    "networkPolicy.eventSubscribers": {
+        "sidecar": {"settings": {"eventsListen": "0.0.0.0:5561", "eventsTenants": ["*"]}},
+    },
     "networkPolicy.store.ports": {"sidecar": {"settings": {"storeUrl": "s3://kv"}}},
     "networkPolicy.store.to": {"sidecar": {"settings": {"storeUrl": "s3://kv"}}},
     "engine.tensorParallelSize": {"engine": {"gpu": {"count": 2}}},

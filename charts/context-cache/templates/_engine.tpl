@@ -22,6 +22,12 @@ plain numbers of bytes. Kubernetes itself may store a quantity with m (0.1Gi is 
 {{- printf "%.0f" (floor $number) }}
 {{- end }}
 
+{{/* Ports of the sidecar's events and of their replays, a JSON list; empty: no events. Takes the root. */}}
+{{- define "context-cache.sidecar.eventPorts" -}}
+{{- $port := get (.Values.sidecar.settings | default dict) "eventsListen" | default "" | regexFind "[0-9]+$" | int }}
+{{- ternary (list $port (add1 $port)) list (gt $port 0) | toJson }}
+{{- end }}
+
 {{/*
 A native sidecar: it is ready before vLLM starts and gets SIGTERM after vLLM has ended, so the last saves find it. It
 has no readiness probe, which would count for the whole pod: without it vLLM still answers, it only computes more.
@@ -79,6 +85,10 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
     {{- end }}
     - name: kv-metrics
       containerPort: 9091
+    {{- range $number, $port := include "context-cache.sidecar.eventPorts" . | fromJsonArray }}
+    - name: {{ ternary "kv-events" "kv-replays" (eq $number 0) }}
+      containerPort: {{ $port }}
+    {{- end }}
   {{- /* Plain HTTP, as kubelets have no certificate. A start reads every manifest on the disk first. */}}
   startupProbe:
     httpGet:

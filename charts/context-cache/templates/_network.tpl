@@ -203,7 +203,7 @@ processes of other pods continue an answer here whose own engine is gone. Somebo
     {{- end }}
 {{- end }}
 
-{{/* Rules for the sidecar's ports: gateways ask and delete, other sidecars fetch KV. */}}
+{{/* Rules for the sidecar's ports: gateways ask and delete, other sidecars fetch KV. Events have prompts: named peers only. */}}
 {{- define "context-cache.network.sidecar" -}}
 - ports:
     - port: {{ .Values.discovery.sidecarPort }}
@@ -213,11 +213,20 @@ processes of other pods continue an answer here whose own engine is gone. Somebo
     {{- include "context-cache.network.engines" . | nindent 4 }}
     {{- end }}
 {{ include "context-cache.network.metrics" (dict "root" . "port" 9091) }}
+{{- $events := include "context-cache.sidecar.eventPorts" . | fromJsonArray }}
+{{- if and $events .Values.networkPolicy.eventSubscribers }}
+- ports:
+    {{- range $events }}
+    - port: {{ . }}
+    {{- end }}
+  from:
+    {{- toYaml .Values.networkPolicy.eventSubscribers | nindent 4 }}
+{{- end }}
 {{- end }}
 
 {{/*
 Injected pods are somebody else's: opting in must not cut what they did before. A policy closes all ports of the pods it
-selects, so this one opens all again but those that came with us: the sidecar's two, which hold KV of every tenant, and
+selects, so this one opens all again but those that came with us: the sidecar's, which hold KV of every tenant, and
 the turn process's. vLLM's port stays as open as it was, unless injectedPods.restrictHttp says that everybody has moved to the front; what reaches it
 directly gets no context, as only signed requests do. Policies add up: where the owner's own ones are to decide, which
 would not have opened all that, this one has to open nothing (injectedPods.ownPolicies). What these pods call is not restricted: no Egress here.
@@ -254,6 +263,7 @@ spec:
 {{- if .Values.networkPolicy.injectedPods.restrictHttp }}
 {{- $closed = append $closed (int .Values.discovery.port) }}
 {{- end }}
+{{- range include "context-cache.sidecar.eventPorts" . | fromJsonArray }}{{ $closed = append $closed (int .) }}{{ end }}
 {{- $sorted := list }}
 {{- range $closed }}{{ $sorted = append $sorted (printf "%05d" .) }}{{ end }}
 {{- $first := 1 }}

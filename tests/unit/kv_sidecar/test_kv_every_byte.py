@@ -10,6 +10,7 @@ The model knows which contexts are sealed, which saves are in flight and which l
 1. Every block file and every manifest file on disk belongs to one of these, and nothing that they need is missing.
 2. Every sealed context is served, byte by byte. A deleted or expired one is not.
 3. The arena has no byte that is neither free nor a block's, except lent slots and blocks under a lease.
+4. A subscriber of the events knows the whole blocks of the sealed contexts, and those of them in memory.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound
+from kv_sidecar.events.view import ALL_TENANTS, EventView
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, num_files
 from kv_sidecar.retention import LeaseTerms
 from kv_sidecar.saves import FailedSave, NewSave
 from kv_sidecar.store import writer
+from tests.kit.event_subscribers import Fold
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, new_save
 
 PROMPTS = [tuple(range(3)), tuple(range(10)), (*range(8), 90, 91, 92), (*range(4), *range(40, 50)), tuple(range(8))]
@@ -94,6 +97,8 @@ class EveryByte(RuleBasedStateMachine):
     def start(self) -> None:
         self.steps = Steps()
         self.kv = SidecarUnderTest(self.root / "pod", clock=self.clock, step=self.steps, **self.settings)
+        self.view, self.known = EventView(self.kv.blocks, ALL_TENANTS), Fold()
+        self.kv.catalog.manifests.on_found = self.view.learn
         self.runner.run(self.kv.sidecar.open())
         self.kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
 
@@ -302,6 +307,20 @@ class EveryByte(RuleBasedStateMachine):
     def arena_has_owners(self) -> None:
         if hasattr(self, "kv") and not self.model.leases:
             assert self.kv.missing_bytes() == 0
+
+    @invariant()
+    def subscribers_know_the_sealed_blocks(self) -> None:
+        """Seen failing: when an eviction from memory, the end of a step or a new manifest is not noted."""
+        if not hasattr(self, "kv"):
+            return
+        while self.view.changed.is_set():
+            self.known.apply(self.view.take(2))
+        keys = {key for key in self._keys(list(self.model.sealed.values())) if key.kind == "block"}
+
+        assert self.known.listing == {
+            "STORAGE": {int(key.name[-16:], 16) for key in keys},
+            "CPU": {int(key.name[-16:], 16) for key in keys & set(self.kv.in_memory())},
+        }
 
     @invariant()
     def sealed_contexts_are_served(self) -> None:
