@@ -140,6 +140,25 @@ class ContextManagerClient:
         self._on_begun(reply.known_segments, len(sent))
         return session, transcript.segments
 
+    async def read_transcript(
+        self, tenant: TenantId, session_id: SessionId, *, generation: int | None = None
+    ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
+        """Return a session and its transcript, now or at a generation. A sliding life starts again.
+
+        Raises as ContextCacheManager.begin_turn, also GenerationGone.
+        """
+        reply = await self._call(
+            "BeginTurn",
+            tenant=tenant,
+            session_id=session_id,
+            lease_id="reader",
+            lease_ttl_ms=1,
+            read_only=True,
+            takes_packed=True,
+            at_generation=generation,
+        )
+        return value_of(CacheSessionMetadata, reply.session), unpack_transcript(reply.packed)
+
     async def renew_lease(self, tenant: TenantId, session_id: SessionId, *, lease_id: str, lease_ttl_ms: int) -> None:
         """See ContextCacheManager.renew_lease."""
         await self._call(

@@ -105,8 +105,8 @@ def check_new_session(new: NewSession, bounds: TtlBounds) -> None:
     """Raise InvalidRequest or TtlOutOfRange for a session that may not be created."""
     check_tenant(new.tenant)
     context_id(new.session_id)
-    if not 1 <= len(new.model_id) <= MAX_NAME_CHARS:
-        raise InvalidRequest(f"model must have 1 to {MAX_NAME_CHARS} characters", param="model")
+    if len(new.model_id) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"model must have at most {MAX_NAME_CHARS} characters", param="model")
     bounds.check(new.ttl_s)
     check_metadata(new.metadata)
     if new.parent:

@@ -208,13 +208,15 @@ class ContextCacheManager:
         expected_generation: int | None = None,
         known_mark: str = "",
         repeatable: Repeatable | None = None,
+        at_generation: int | None = None,
     ) -> BegunTurn:
         """Take the lease and read the transcript. A sliding life starts again.
 
         `read_only` turns and sessions of mode PREFIX take no lease. `known_mark`: `CacheSessionMetadata.mark` of the
         transcript that the caller has; its segments are not sent again. With an unknown mark all segments are sent. A
-        branch gives its own lease (BRANCH_LEASE_ID) to the first turn. `repeatable` is looked up first, also where the
-        session is gone, and raises as in `reserve`. Raises ContextBusy (`retry_after_s`: until the other lease ends),
+        branch gives its own lease (BRANCH_LEASE_ID) to the first turn. `at_generation`: the transcript ends where that
+        generation did; raises GenerationGone. `repeatable` is looked up first, also where the session is gone, and
+        raises as in `reserve`. Raises ContextBusy (`retry_after_s`: until the other lease ends),
         GenerationMismatch, and ContextQuotaExceeded when the turn takes the lease and the tenant has no room for
         CONTEXT_BYTES.
         """
@@ -231,6 +233,7 @@ class ContextCacheManager:
                 read_only=read_only,
                 expected_generation=expected_generation,
                 known_mark=known_mark,
+                at_generation=at_generation,
                 room=await self._bytes.room(key, layout.CONTEXT_BYTES),
             )
         return BegunTurn(_session(key, answer), answer[3], tuple(answer[4]))
@@ -494,6 +497,7 @@ class ContextCacheManager:
             usage=layout.usage_key(shard_of(key.tenant, key.session_id), key.tenant, ""),
             said="" if commit.usage is None else usage_text([commit.usage]),
             receipt=receipt_text(commit.receipt),
+            model_id=commit.model_id,
             forked_from=forked_from,
             room=await self._bytes.room(key, sum(map(len, packed)) + len(commit.answer)),
         )

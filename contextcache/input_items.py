@@ -211,28 +211,27 @@ _DECODERS = {name: _decoders(name) for name in REQUIRED}
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-def check_items_of_input(spelled: bytes | msgspec.Raw) -> None:
-    """Raise InvalidRequest for an input with too many items, or with an item that its type does not allow.
+def check_items_of_input(spelled: bytes | msgspec.Raw, *, param: str = "input") -> None:
+    """Raise InvalidRequest that names `param` for too many items, or for an item that its type does not allow.
 
     Raises DecodeError or UnicodeDecodeError if the input is no strict JSON.
     """
     items = _LIST.decode(spelled)
     if len(items) > ITEMS_MAX:
-        raise InvalidRequest(f"input has more than {ITEMS_MAX} items", param="input")
-    num_unchecked = sum(_num_unchecked(index, item) for index, item in enumerate(items))
+        raise InvalidRequest(f"{param} has more than {ITEMS_MAX} items", param=param)
+    num_unchecked = sum(_num_unchecked(f"{param}[{index}]", item) for index, item in enumerate(items))
     if num_unchecked > UNCHECKED_MAX:
         raise InvalidRequest(
-            f"input has more than {UNCHECKED_MAX} items of unusual types, their list elements included",
-            param="input",
+            f"{param} has more than {UNCHECKED_MAX} items of unusual types, their list elements included",
+            param=param,
         )
 
 
-def _num_unchecked(index: int, item: msgspec.Raw) -> int:
+def _num_unchecked(place: str, item: msgspec.Raw) -> int:
     """Return the number of objects that only the engine checks: 0, or the item and the elements of its lists.
 
     Raises InvalidRequest for an item that its type does not allow.
     """
-    place = f"input[{index}]"
     try:
         head = _HEAD.decode(item)
         name = head.type or (_REFERENCE if head.role is None else _MESSAGE)

@@ -137,6 +137,7 @@ class CacheSessionMetadata:
     session_id: SessionId
     tenant: TenantId
     model_id: ModelId
+    """Empty for a conversation without a response."""
     mode: SessionMode
     state: SessionState
     generation: int
@@ -166,7 +167,7 @@ class CacheSessionMetadata:
     @property
     def cache_refs(self) -> tuple[CacheRef, ...]:
         """KV names to ask a sidecar for, newest first."""
-        return tuple(ref for ref in (self.cache_ref, self.previous_cache_ref) if ref)
+        return tuple(dict.fromkeys(ref for ref in (self.cache_ref, self.previous_cache_ref) if ref))
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +306,8 @@ class TurnCommit:
     """Usage of the turn, counted with the commit."""
     receipt: TurnReceipt | None = None
     """Receipt of the turn for the session's history."""
+    model_id: ModelId = ""
+    """Model of the turn. A context that has none yet belongs to it from then on."""
 
 
 @dataclass(frozen=True, slots=True)

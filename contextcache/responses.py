@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,12 @@ LOOK_UP_S = 0.5
 with plain requests too."""
 PAUSE_MS = 1_000
 """Pause without look-ups after the store did not answer. A longer one would run more turns without their context."""
+REPEATED: Mapping[str, Any] = (
+    dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id"))
+    | dict.fromkeys(("reasoning", "temperature", "text", "top_logprobs", "top_p", "user"))
+    | {"parallel_tool_calls": True, "service_tier": "auto", "tool_choice": "auto", "tools": []}
+)
+"""Fields of the request that a response repeats, with their values where the request has none."""
 _RESPONSE_HANDLES = HANDLE_FIELDS | RESPONSE_FIELDS
 _SHOWN = re.compile(r"[A-Za-z0-9_.-]{1,160}", re.ASCII)
 """Ids that an error may repeat."""
@@ -77,6 +83,49 @@ def generation_named(answer_id: str) -> tuple[SessionId, int] | None:
     if found is None or not SESSION_ID_PATTERN.fullmatch(found[3]):
         return None
     return found[3], int(found[2])
+
+
+def response_object(  # fields of a response, by name
+    response: str,
+    *,
+    said: Mapping[str, Any],
+    status: str,
+    created_at: int,
+    model: str,
+    output: Iterable[Mapping[str, Any]],
+    conversation: SessionId | None,
+) -> dict[str, Any]:
+    """Return a response in OpenAI's format, without usage. `said`: fields of its request."""
+    repeated = {key: said.get(key, default) for key, default in REPEATED.items()}
+    if conversation is not None:
+        repeated["conversation"] = {"id": conversation}
+    return {
+        "id": response,
+        "object": "response",
+        "created_at": created_at,
+        "status": status,
+        "background": False,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        **repeated,
+        "model": model,
+        "output": [*output],
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def usage_of_response(
+    given: int, cached: int, answered: int, *, written: int = 0, reasoning: int = 0
+) -> dict[str, Any]:
+    """Return a response's usage from tokens of the prompt, of it those cached and written, and of the answer."""
+    return {
+        "input_tokens": given,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
+        "output_tokens": answered,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": given + answered,
+    }
 
 
 def continued_by(

@@ -47,7 +47,8 @@ from contextcache.names import KEPT_PREFIX, SESSION_ID_PATTERN, new_session_id
 from contextcache.requests import QUEUED_BYTES, SHARE, LargeBodies
 from contextcache.responses import Continued, Labels, response_id, telling_what_is_missing
 from contextcache.terms import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
-from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id
+from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id, not_found
+from gateway.conversations import Conversations
 from gateway.kept import KEEP_HEADER, Plain, allowed, group_named, group_of, parent_of
 from gateway.parts import Parts
 from gateway.paths import TOKENIZER_PATHS, Kind, kind_of
@@ -128,6 +129,7 @@ class Gateway:
         self.parts = parts
         self.contexts = Contexts(parts)
         self.kept = KeptConversations(parts.holders)
+        self.conversations = Conversations(parts, self.contexts)
         settings = parts.settings
         self.kind_of: Callable[[str, str], Kind] = partial(kind_of, engine_paths=frozenset(settings.engine_paths))
         """Which call a method and a path are. Raises PathNotFound, MethodNotAllowed."""
@@ -289,7 +291,7 @@ class Gateway:
                 repeat_key="" if repeatable is None else repeatable.key,
                 key=admission.caller.key,
                 # A request that no pod takes leaves no branch.
-                check=lambda source: self._choose(_turn_query(admission, source), is_made=False),
+                check=lambda source: self._choose(_turn_query(admission, source, source.model_id), is_made=False),
             )
             if branch is not None:
                 try:
@@ -320,6 +322,9 @@ class Gateway:
             if claims is not None and (creates or IDEMPOTENCY_HEADER in admission.headers):
                 return await self._create(admission, claims, session_id)
             raise
+        model = session.model_id or (None if claims is None else claims.model())
+        if model is None:
+            raise not_found()  # by its head alone, a request on a conversation without a model has no pod
         is_branch = bool(previous)
         body = None if claims is None else claims.changed(previous=previous, session_id=session_id if is_branch else "")
         header = {}
@@ -327,7 +332,7 @@ class Gateway:
             header[SESSION_HEADER] = session_id
         return await self._placed(
             Kind.TURN,
-            _turn_query(admission, session),
+            _turn_query(admission, session, model),
             body,
             set_headers=header,
             identity=partial(admission.identity, session_id=session.session_id, is_branch=is_branch),
@@ -437,5 +442,5 @@ class Gateway:
             raise
 
 
-def _turn_query(admission: Admission, session: CacheSessionMetadata) -> RouteQuery:
-    return admission.query(model=session.model_id, holder=session.holder, num_tokens=session.num_tokens)
+def _turn_query(admission: Admission, session: CacheSessionMetadata, model: ModelId) -> RouteQuery:
+    return admission.query(model=model, holder=session.holder, num_tokens=session.num_tokens)

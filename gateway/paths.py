@@ -5,9 +5,9 @@ meet an unintended route there. Calls in our own namespace never pass unsigned. 
 of our paths, also of the path that a pod gets. The error for an unknown path names the nearest known one.
 
 Calls of the engine pass if they compute an answer from the caller's own data. These do not pass: calls that steer the
-engine (adapters, weights, caches, profiles, its load and settings), objects that any caller with their id can read
-(`/v1/responses/{id}`), calls that wrap other calls (`/invocations`), and the inner calls of engines in parts
-(`render`, `derender`, `/inference/v1/…`).
+engine (adapters, weights, caches, profiles, its load and settings), the engine's own stored responses, which any caller
+with their id can read, calls that wrap other calls (`/invocations`), and the inner calls of engines in parts (`render`,
+`derender`, `/inference/v1/…`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from enum import Enum
 
-from contextcache.claim import TURN_PATHS
+from contextcache.claim import RESPONSES_PATH, TURN_PATHS
 from contextcache.errors import MethodNotAllowed, PathNotFound
 from contextcache.fields import nearest
 
@@ -25,6 +25,17 @@ READ_PATHS = frozenset({"/v1/usage", "/v1/deployment"})
 """Reports of the gateway."""
 MODEL_PATH = "/v1/models"
 """Prefix of one model's path; the name may have slashes. The engine serves only the list."""
+CONVERSATIONS_PATH = "/v1/conversations"
+_ID = "[A-Za-z0-9_-][A-Za-z0-9_.-]*"
+OBJECT_PATHS = {
+    CONVERSATIONS_PATH: "POST",
+    f"{CONVERSATIONS_PATH}/{_ID}": "GET, POST, DELETE",
+    f"{CONVERSATIONS_PATH}/{_ID}/items": "GET, POST",
+    f"{CONVERSATIONS_PATH}/{_ID}/items/{_ID}": "GET, DELETE",
+    f"{RESPONSES_PATH}/{_ID}": "GET, DELETE",
+    f"{RESPONSES_PATH}/{_ID}/input_items": "GET",
+}
+"""Methods of OpenAI's stored objects, by the regular expression of their path."""
 CONTEXT_CHANGES = ("fork", "rewind")
 """Changes of one context, the last segment of the path."""
 CONSOLE_PATH = "/console"
@@ -66,16 +77,24 @@ ENGINE_CALLS = frozenset(
 )
 """Inference calls of vLLM 0.32, method and path. Any client with a key may send them."""
 _KNOWN_PATHS = frozenset(
-    {CONTEXT_PATH, *READ_PATHS, *OWN_PATHS - {METRICS_PATH}, *(call.partition(" ")[2] for call in ENGINE_CALLS)}
+    {
+        CONTEXT_PATH,
+        CONVERSATIONS_PATH,
+        *READ_PATHS,
+        *OWN_PATHS - {METRICS_PATH},
+        *(call.partition(" ")[2] for call in ENGINE_CALLS),
+    }
 )
 
-_ENDS_BARE = frozenset({CONTEXT_PATH, *READ_PATHS, *OWN_PATHS}) - {METRICS_PATH}
+_ENDS_BARE = frozenset({CONTEXT_PATH, CONVERSATIONS_PATH, *READ_PATHS, *OWN_PATHS}) - {METRICS_PATH}
+_OURS = tuple(f"{path}/" for path in (CONTEXT_PATH, CONVERSATIONS_PATH, MODEL_PATH, RESPONSES_PATH))
 _NAMED_PATH = f"{CONTEXT_PATH}/{{session_id}}"
 """Path of a context in error messages."""
 TOKENIZER_PATHS = frozenset({"/detokenize", "/tokenize", "/v1/messages/count_tokens"})
 """Calls that the pod's API server answers without the engine."""
 
 _PLAIN_PATH = re.compile(r"(/[A-Za-z0-9_~!$&'()*+,;=:@.-]+)+")
+_OBJECT_PATHS = {re.compile(path): allow for path, allow in OBJECT_PATHS.items()}
 
 
 class Kind(Enum):
@@ -92,7 +111,7 @@ class Kind(Enum):
 def own_path(path: str) -> str:
     """Return a path of ours without one slash at its end, and any other path unchanged."""
     bare = path.removesuffix("/")
-    is_ours = bare in _ENDS_BARE or bare.startswith((f"{CONTEXT_PATH}/", f"{MODEL_PATH}/"))
+    is_ours = bare in _ENDS_BARE or bare.startswith(_OURS)
     return bare if is_ours and not bare.endswith("/") else path
 
 
@@ -109,14 +128,15 @@ def kind_of(method: str, path: str, engine_paths: frozenset[str]) -> Kind:
         raise _no_such_path(asked)
     if path in OWN_PATHS or (path.startswith(CONSOLE_PATH + "/") and path.count("/") == 2):
         return _allowed(Kind.OWN, method, ", ".join(READ_METHODS))
-    if path in READ_PATHS or path.startswith(MODEL_PATH + "/"):
-        return _allowed(Kind.CONTROL, method, "GET")
+    is_read = path in READ_PATHS or path.startswith(MODEL_PATH + "/")
+    if allow := "GET" if is_read else _object_methods(path):
+        return _allowed(Kind.CONTROL, method, allow)
     if path.casefold() == CONTEXT_PATH or path.casefold().startswith(CONTEXT_PATH + "/"):
         return _context_kind(method, path)
     call = f"{method} {path}"
     if call not in ENGINE_CALLS and call not in engine_paths:
-        if allow := methods_of(path, engine_paths):
-            return _allowed(Kind.STATELESS, method, ", ".join(allow))
+        if passing := methods_of(path, engine_paths):
+            return _allowed(Kind.STATELESS, method, ", ".join(passing))
         raise _no_such_path(asked)
     return Kind.COMPLETION if method == "POST" and path in TURN_PATHS else Kind.STATELESS
 
@@ -142,6 +162,12 @@ def nearest_path(path: str) -> str | None:
 def _no_such_path(path: str) -> PathNotFound:
     meant = nearest_path(path)
     return PathNotFound("no such path" if meant is None else f"no such path: did you mean {meant}?")
+
+
+def _object_methods(path: str) -> str:
+    if path != CONVERSATIONS_PATH and not path.startswith(_OURS):
+        return ""
+    return next((allow for pattern, allow in _OBJECT_PATHS.items() if pattern.fullmatch(path)), "")
 
 
 def _context_kind(method: str, path: str) -> Kind:

@@ -1,6 +1,6 @@
 -- a.lease_id, a.lease_ttl_ms, a.read_only, a.expected_generation; a.known_mark: mark of the transcript as the caller knows
--- it; a.request and a.room: as in reserve.lua; a.for_fork: the transcript is copied, up to
--- a.at_generation if there is one.
+-- it; a.request and a.room: as in reserve.lua; a.for_fork: the transcript is copied; a.at_generation: the transcript ends
+-- where that generation did.
 -- Answers {'ok', row, time, number of segments that the caller knows, the other segments}.
 local refused = answered(a.request)
 if refused then

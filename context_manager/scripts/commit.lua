@@ -1,7 +1,7 @@
 -- a.lease_id, a.expected_generation, a.cache_ref, a.holder; a.keep: segments that stay; a.added_tokens: tokens of the new
 -- segments; a.mark: of the transcript as this commit leaves it; a.request: digest of a request that may come again;
 -- a.usage and a.said: as `count_usage` wants them; a.receipt: of the turn; a.forked_from: of a fork; a.room: as
--- `has_room` wants it. ARGV[2] the answer that is kept for the request, ARGV[3...] the new segments, packed.
+-- `has_room` wants it; a.model_id: for a row without one. ARGV[2] the answer that is kept for the request, ARGV[3...] the new segments, packed.
 local row = read_row(SESSION)
 local where = standing(row, now_ms, tombstone_ms)
 if not is_there(where) then
@@ -46,10 +46,13 @@ elseif row.used then
 end
 redis.call('HSET', SESSION,
   'state', is_branch and 'creating' or 'ready', 'cache_ref', a.cache_ref, 'previous_cache_ref', row.cache_ref, 'holder', a.holder,
-  'holders', with_holder(row, a.holder), 'num_turns', integer(tonumber(row.num_turns) + 1),
+  'holders', a.cache_ref == '' and a.holder == '' and row.holders or with_holder(row, a.holder), 'num_turns', integer(tonumber(row.num_turns) + 1),
   'committed_lease_id', a.lease_id)
 if a.request then
   keep_answer(a.request, ARGV[2], integer(generation), redis.call('HGET', SESSION, 'expires_at_ms'))
+end
+if a.model_id ~= '' and row.model_id == '' then
+  redis.call('HSET', SESSION, 'model_id', a.model_id)
 end
 if a.forked_from then
   redis.call('HSET', SESSION, 'forked_from', a.forked_from)

@@ -625,6 +625,7 @@ class BeginTurnRequest(google.protobuf.message.Message):
     TAKES_PACKED_FIELD_NUMBER: builtins.int
     KNOWN_MARK_FIELD_NUMBER: builtins.int
     REPEATABLE_FIELD_NUMBER: builtins.int
+    AT_GENERATION_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
@@ -641,6 +642,8 @@ class BeginTurnRequest(google.protobuf.message.Message):
     """The caller reads `packed`; without it the transcript comes as messages, whole."""
     known_mark: builtins.str
     """Mark of the transcript as the caller has it; empty, or none of the session's last ones: it is sent whole."""
+    at_generation: builtins.int
+    """When set, the transcript as it was at that generation is read. FAILED_PRECONDITION generation_gone."""
     @property
     def repeatable(self) -> Global___Repeatable:
         """As of ReserveSessionRequest."""
@@ -657,9 +660,12 @@ class BeginTurnRequest(google.protobuf.message.Message):
         takes_packed: builtins.bool = ...,
         known_mark: builtins.str = ...,
         repeatable: Global___Repeatable | None = ...,
+        at_generation: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_expected_generation", b"_expected_generation", "_repeatable", b"_repeatable", "expected_generation", b"expected_generation", "repeatable", b"repeatable"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_generation", b"_expected_generation", "_repeatable", b"_repeatable", "expected_generation", b"expected_generation", "known_mark", b"known_mark", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "read_only", b"read_only", "repeatable", b"repeatable", "session_id", b"session_id", "takes_packed", b"takes_packed", "tenant", b"tenant"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_at_generation", b"_at_generation", "_expected_generation", b"_expected_generation", "_repeatable", b"_repeatable", "at_generation", b"at_generation", "expected_generation", b"expected_generation", "repeatable", b"repeatable"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_at_generation", b"_at_generation", "_expected_generation", b"_expected_generation", "_repeatable", b"_repeatable", "at_generation", b"at_generation", "expected_generation", b"expected_generation", "known_mark", b"known_mark", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "read_only", b"read_only", "repeatable", b"repeatable", "session_id", b"session_id", "takes_packed", b"takes_packed", "tenant", b"tenant"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_at_generation", b"_at_generation"]) -> typing.Literal["at_generation"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_expected_generation", b"_expected_generation"]) -> typing.Literal["expected_generation"] | None: ...
     @typing.overload
@@ -766,6 +772,7 @@ class TurnCommit(google.protobuf.message.Message):
     ANSWER_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     RECEIPT_FIELD_NUMBER: builtins.int
+    MODEL_ID_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
@@ -782,6 +789,8 @@ class TurnCommit(google.protobuf.message.Message):
     """Endpoint whose sidecar has it."""
     answer: builtins.bytes
     """What a repeated request is answered, as the caller packed it; empty: it was too large."""
+    model_id: builtins.str
+    """Model of the turn: a session without one gets it."""
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Segment]:
         """Segments to append after those."""
@@ -813,9 +822,10 @@ class TurnCommit(google.protobuf.message.Message):
         answer: builtins.bytes = ...,
         usage: Global___Usage | None = ...,
         receipt: Global___TurnReceipt | None = ...,
+        model_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "receipt", b"receipt", "repeatable", b"repeatable", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "answer", b"answer", "cache_ref", b"cache_ref", "expected_generation", b"expected_generation", "holder", b"holder", "keep_segments", b"keep_segments", "lease_id", b"lease_id", "receipt", b"receipt", "repeatable", b"repeatable", "segments", b"segments", "session_id", b"session_id", "tenant", b"tenant", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "answer", b"answer", "cache_ref", b"cache_ref", "expected_generation", b"expected_generation", "holder", b"holder", "keep_segments", b"keep_segments", "lease_id", b"lease_id", "model_id", b"model_id", "receipt", b"receipt", "repeatable", b"repeatable", "segments", b"segments", "session_id", b"session_id", "tenant", b"tenant", "usage", b"usage"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_repeatable", b"_repeatable"]) -> typing.Literal["repeatable"] | None: ...
 
 Global___TurnCommit: typing_extensions.TypeAlias = TurnCommit

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
+from contextcache.errors import InvalidRequest
 from contextcache.model import CacheSessionMetadata, SessionPage, TenantId, TurnReceipt, UsageReport
 from gateway.kept import KeptConversation, KeptPage
 from gateway.parts import Parts
@@ -66,6 +67,36 @@ def _turn(turn: TurnReceipt) -> Json:
     fields = asdict(turn)
     at_ms = fields.pop("at_ms")
     return fields | {"at": at_ms // 1000, "match": turn.match or None, "reason": turn.reason or None}
+
+
+def conversation_object(session: CacheSessionMetadata) -> Json:
+    """Return a context as OpenAI's conversation."""
+    return {
+        "id": session.session_id,
+        "object": "conversation",
+        "created_at": session.created_at_ms // 1000,
+        "metadata": dict(session.metadata),
+    }
+
+
+def item_page(items: Sequence[Json], *, limit: int, after: str, order: str) -> Json:
+    """Return the page of at most `limit` items behind the item `after`. `items`: all of them, oldest first.
+
+    Raises InvalidRequest for an unknown `after`.
+    """
+    ordered = items if order == "asc" else items[::-1]
+    first = 0
+    if after:
+        first = next((at for at, item in enumerate(ordered, 1) if item["id"] == after), 0)
+        if not first:
+            raise InvalidRequest("no item has the id in `after`", param="after")
+    return item_list(ordered[first : first + limit], has_more=first + limit < len(ordered))
+
+
+def item_list(items: Sequence[Json], *, has_more: bool = False) -> Json:
+    """Return items as OpenAI's list."""
+    first_id, last_id = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return {"object": "list", "data": [*items], "first_id": first_id, "last_id": last_id, "has_more": has_more}
 
 
 def kept_list(page: KeptPage) -> Json:

@@ -46,8 +46,8 @@ from gateway.tenants.limits import HeldBody
 
 log = logging.getLogger(__name__)
 
-_CONTROL_BYTES_MAX = 256 << 10
-"""Largest body of a control call: twice the largest metadata with each character escaped."""
+_CONTROL_BYTES_MAX = 1 << 20
+"""Largest body of a control call, in bytes: one that is parsed in a few milliseconds."""
 _CONTROL_BODY_S = 5.0
 """Deadline in seconds for the next byte of a control call's body. The whole body has it plus 1 s for each 32 KiB."""
 _LATE_CONNECTS_MAX = 3

@@ -19,15 +19,19 @@ from contextcache.errors import ModelNotFound, OperatorOnly
 from contextcache.fields import refuse_unknown
 from contextcache.model import MAX_LIST_LIMIT
 from contextcache.names import KEPT_PREFIX, check_generation
-from contextcache.terms import read_generation, read_if_match, read_session_id, read_terms
+from contextcache.terms import Terms, read_generation, read_if_match, read_session_id, read_terms
 from gateway.contexts import NewFork
+from gateway.conversations import NewConversation
 from gateway.flows import Admission, Gateway
 from gateway.http.answers import (
     Json,
     context_list,
     context_object,
     context_read,
+    conversation_object,
     deployment_object,
+    item_list,
+    item_page,
     kept_list,
     kept_object,
     usage_of_tenant,
@@ -82,6 +86,8 @@ async def _fields(request: Request) -> Json:
 Asked = Annotated[ControlCall, Depends()]
 Fields = Annotated[dict[str, Any], Depends(_fields)]
 Limit = Annotated[int, Query(ge=1, le=MAX_LIST_LIMIT)]
+After = Annotated[str, Query(max_length=128)]
+Order = Literal["asc", "desc"]
 Day = Annotated[date, BeforeValidator(_day)]
 
 contexts = APIRouter(dependencies=[Depends(_known_query)])
@@ -92,7 +98,7 @@ operations = APIRouter()
 async def list_contexts(
     call: Asked,
     limit: Limit = _LIST_LIMIT,
-    after: Annotated[str, Query(max_length=128)] = "",
+    after: After = "",
     model: Annotated[str, Query(max_length=1024)] = "",
     kind: Literal["session", "kept"] = "session",
 ) -> Json:
@@ -147,6 +153,83 @@ async def rewind_context(
     generation, expected = check_generation(read_generation(said)), read_if_match(if_match)
     rewound = call.gateway.contexts.rewind(call.tenant, session_id, generation=generation, expected_generation=expected)
     return context_object(*await rewound)
+
+
+@contexts.post("/v1/conversations")
+async def create_conversation(call: Asked, said: Fields) -> Json:
+    """Create a conversation."""
+    new = NewConversation(said.get("items") or [], read_terms(said), call.caller.key)
+    return conversation_object(await call.gateway.conversations.create(call.tenant, new))
+
+
+@contexts.get("/v1/conversations/{conversation_id}")
+async def read_conversation(call: Asked, conversation_id: str) -> Json:
+    """Describe a conversation."""
+    return conversation_object(await call.gateway.conversations.read(call.tenant, conversation_id))
+
+
+@contexts.post("/v1/conversations/{conversation_id}")
+async def update_conversation(call: Asked, conversation_id: str, said: Fields) -> Json:
+    """Change a conversation's metadata."""
+    terms = Terms(metadata=read_terms(said).metadata or {})
+    session, _ = await call.gateway.contexts.patch(call.tenant, conversation_id, terms)
+    return conversation_object(session)
+
+
+@contexts.delete("/v1/conversations/{conversation_id}")
+async def delete_conversation(call: Asked, conversation_id: str) -> Json:
+    """Delete a conversation, its items and their KV."""
+    await call.gateway.contexts.delete(call.tenant, conversation_id)
+    return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+
+
+@contexts.get("/v1/conversations/{conversation_id}/items")
+async def list_items(
+    call: Asked, conversation_id: str, limit: Limit = _LIST_LIMIT, after: After = "", order: Order = "desc"
+) -> Json:
+    """List a conversation's items."""
+    items = await call.gateway.conversations.items(call.tenant, conversation_id)
+    return item_page(items, limit=limit, after=after, order=order)
+
+
+@contexts.post("/v1/conversations/{conversation_id}/items")
+async def create_items(call: Asked, conversation_id: str, said: Fields) -> Json:
+    """Add items to a conversation."""
+    return item_list(await call.gateway.conversations.add(call.tenant, conversation_id, said.get("items")))
+
+
+@contexts.get("/v1/conversations/{conversation_id}/items/{item_id}")
+async def read_item(call: Asked, conversation_id: str, item_id: str) -> Json:
+    """Return one item of a conversation."""
+    return await call.gateway.conversations.item(call.tenant, conversation_id, item_id)
+
+
+@contexts.delete("/v1/conversations/{conversation_id}/items/{item_id}")
+async def delete_item(call: Asked, conversation_id: str, item_id: str) -> Json:
+    """Delete one item of a conversation."""
+    return conversation_object(await call.gateway.conversations.remove(call.tenant, conversation_id, item_id))
+
+
+@contexts.get("/v1/responses/{response_id}")
+async def read_response(call: Asked, response_id: str) -> Json:
+    """Return a stored response."""
+    return await call.gateway.conversations.response(call.tenant, response_id)
+
+
+@contexts.delete("/v1/responses/{response_id}")
+async def delete_response(call: Asked, response_id: str) -> Json:
+    """Delete a stored response."""
+    await call.gateway.conversations.delete_response(call.tenant, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@contexts.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    call: Asked, response_id: str, limit: Limit = _LIST_LIMIT, after: After = "", order: Order = "desc"
+) -> Json:
+    """List the items that a stored response was made from."""
+    items = await call.gateway.conversations.input_items(call.tenant, response_id)
+    return item_page(items, limit=limit, after=after, order=order)
 
 
 @contexts.get("/v1/models/{model:path}")

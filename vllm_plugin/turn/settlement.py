@@ -107,6 +107,7 @@ class Settlement:
                 answer=await _kept(turn, answer, usage),
                 usage=_counted(turn, usage, committed=True),
                 receipt=self._receipt_kept(turn, usage),
+                model_id=session.model_id,
             )
             crash_point(BEFORE_COMMIT)
             turn.advance("commit sent")

@@ -15,7 +15,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import get_current_span
@@ -178,6 +178,8 @@ class TurnStory:
                 expected_generation=request.expected_generation,
                 repeatable=request.repeatable,
             )
+        # A conversation that no turn has continued yet belongs to no model.
+        session = replace(session, model_id=session.model_id or request.model)
         commits = request.commit and session.mode is SessionMode.SESSION
         save_ref = new_cache_ref() if commits else None
         turn = Turn(client, request, session, lease_id, save_ref, is_create=False, started_ms=self.clock.now_ms())

@@ -48,6 +48,8 @@ class AnswerResult:
     """Offset of the next token in the log-probabilities of a completion."""
     item_ids: list[str] = field(default_factory=list)
     """Ids of a response's output items, by which its client may send them again."""
+    response: dict[str, Any] = field(default_factory=dict)
+    """Fields of a response that are stored with the answer (`responses.RECORDED`)."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     completion_tokens: int = 0

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vllm_plugin.turn.prompt.response_input import ToolNames, custom_input
+from contextcache.items import custom_input
+from vllm_plugin.turn.prompt.response_input import ToolNames
 
 
 class _Kind(NamedTuple):

@@ -21,14 +21,22 @@ from typing_extensions import override
 from contextcache.claim import RESPONSES_PATH, SESSION_HEADER, label_of, read_strict_claims
 from contextcache.errors import EngineFailed, InvalidRequest
 from contextcache.fields import OUR_FIELDS
+from contextcache.items import custom_arguments, custom_input
 from contextcache.model import ContextMode, SessionId, UsageFormat
-from contextcache.responses import RESPONSE_FIELDS, continued_by, response_id
+from contextcache.responses import (
+    REPEATED,
+    RESPONSE_FIELDS,
+    continued_by,
+    response_id,
+    response_object,
+    usage_of_response,
+)
 from vllm_plugin.turn.answer.chat import UNREADABLE, AnswerResult, Dialect, JsonAnswer, SseAnswer, compact_json
 from vllm_plugin.turn.answer.diagnostics import openai_diagnostics
 from vllm_plugin.turn.answer.events import Event, EventSplitter
 from vllm_plugin.turn.answer.response_output import ResponseOutput
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_compared, read_turn
-from vllm_plugin.turn.prompt.response_input import ToolNames, chat_fields, client_field, custom_arguments, custom_input
+from vllm_plugin.turn.prompt.response_input import ToolNames, chat_fields, client_field
 from vllm_plugin.turn.refusals import engine_error
 from vllm_plugin.turn.turn import Client, Turn
 
@@ -38,12 +46,8 @@ _REFUSED: Mapping[str, str] = {
     "previous_input_messages": "the context has the previous messages",
     "prompt": "no prompt templates are stored here",
 }
-_REPEATED: Mapping[str, Any] = (
-    dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id"))
-    | dict.fromkeys(("reasoning", "temperature", "text", "top_logprobs", "top_p", "user"))
-    | {"parallel_tool_calls": True, "service_tier": "auto", "tool_choice": "auto", "tools": []}
-)
-"""Fields of the request that the answer repeats, with their values where the request has none."""
+_NOT_RECORDED = frozenset({"tools", "instructions", "conversation", "store"})
+"""Fields that are not stored with each answer. Tools are large, and the transcript has the instructions."""
 
 
 class Responses(Dialect):
@@ -75,7 +79,7 @@ class Responses(Dialect):
             follows=_continues(body),
             item_ids=_item_ids(body.get("input")),
             compared_with=read_compared(body, "prompt_cache_options", "comparison_response_id") or None,
-            said={key: body[key] for key in _REPEATED.keys() | RESPONSE_FIELDS if body.get(key) is not None},
+            said={key: body[key] for key in REPEATED.keys() | RESPONSE_FIELDS if body.get(key) is not None},
         )
 
     @override
@@ -104,56 +108,55 @@ class _Response:
 
     def told(self, status: str, **more: Any) -> dict[str, Any]:
         """Return the response as it is now."""
-        said = {key: self._said.get(key, default) for key, default in _REPEATED.items()}
-        if "conversation" in self._said:
-            said["conversation"] = {"id": self._turn.session.session_id}
-        return {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._turn.started_ms // 1000,
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            **said,
-            "model": self._turn.request.model,
-            "output": [*self.output.items],
-            "truncation": "disabled",
-            "usage": None,
-            **more,
-        }
+        session_id = self._turn.session.session_id if "conversation" in self._said else None
+        return response_object(
+            self._id,
+            said=self._said,
+            status=status,
+            created_at=self._turn.started_ms // 1000,
+            model=self._turn.request.model,
+            output=self.output.items,
+            conversation=session_id,
+        ) | dict(more)
 
     def closed(
         self, result: AnswerResult, engine: Mapping[str, Any], usage: Mapping[str, Any], session: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the whole response with the turn's usage and session fields. `engine`: the engine's usage."""
-        counted = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-                "cache_write_tokens": (engine.get("prompt_tokens_details") or {}).get("created_cache_tokens") or 0,
-            },
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {
-                "reasoning_tokens": (engine.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
-            },
-            "total_tokens": usage["total_tokens"],
-            "context": usage["context"],
-        }
-        is_whole = result.finish_reason != "length" and not self._turn.request.prefill_only
-        status = "completed" if is_whole else "incomplete"
+        counted = usage_of_response(
+            usage["prompt_tokens"],
+            usage["prompt_tokens_details"]["cached_tokens"],
+            usage["completion_tokens"],
+            written=(engine.get("prompt_tokens_details") or {}).get("created_cache_tokens") or 0,
+            reasoning=_reasoning_tokens(engine),
+        )
+        counted["context"] = usage["context"]
         compared = self._turn.comparison
         if compared is None:
-            return self.told(status, **session, usage=counted)
+            return self.told(self._status(result), **session, usage=counted)
         found = openai_diagnostics(compared, cached_tokens=counted["input_tokens_details"]["cached_tokens"])
-        return self.told(status, **session, usage=counted, prompt_cache_diagnostics=found)
+        return self.told(self._status(result), **session, usage=counted, prompt_cache_diagnostics=found)
 
-    def remember(self, result: AnswerResult) -> None:
-        """Note the ids of the items, and calls of custom tools in the form in which they may be sent again."""
+    def remember(self, result: AnswerResult, engine: Mapping[str, Any]) -> None:
+        """Note what is stored with the answer: ids of the items, calls as they may be sent again, and its record.
+
+        `engine`: the engine's usage.
+        """
         result.item_ids = [item["id"] for item in self.output.items]
+        result.response = {key: value for key, value in self._said.items() if key not in _NOT_RECORDED} | {
+            "created_at": self._turn.started_ms // 1000,
+            "status": self._status(result),
+            "reasoning_tokens": _reasoning_tokens(engine),
+            "has_instructions": bool(self._turn.request.instructions),
+            "in_conversation": "conversation" in self._said,
+        }
         for function in (call["function"] for call in result.tool_calls):
             if function["name"] in self._names.customs:
                 function["arguments"] = custom_arguments(custom_input(function["arguments"]))
+
+    def _status(self, result: AnswerResult) -> str:
+        is_whole = result.finish_reason != "length" and not self._turn.request.prefill_only
+        return "completed" if is_whole else "incomplete"
 
 
 class _WholeResponse(JsonAnswer):
@@ -170,7 +173,7 @@ class _WholeResponse(JsonAnswer):
         if not self._request.prefill_only:
             self._response.output.take(choice["message"], choice.get("logprobs"))
             self._response.output.end()
-        self._response.remember(self.result)
+        self._response.remember(self.result, self._answer["usage"])
 
     @override
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
@@ -213,7 +216,7 @@ class _ResponseStream(SseAnswer):
             self._end += self._written(self._response.output.end())
         except UNREADABLE as exc:
             raise EngineFailed("the engine sent an invalid event") from exc
-        self._response.remember(self.result)
+        self._response.remember(self.result, (self._usage_event or {}).get("usage") or {})
 
     @override
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
@@ -244,6 +247,10 @@ class _ResponseStream(SseAnswer):
             written += b"event: %b\ndata: %b\n\n" % (kind, compact_json({**event, "sequence_number": self._num_events}))
             self._num_events += 1
         return written
+
+
+def _reasoning_tokens(engine: Mapping[str, Any]) -> int:
+    return (engine.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
 
 
 def _item_ids(items: Any) -> frozenset[str]:

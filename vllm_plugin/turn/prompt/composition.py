@@ -23,6 +23,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from contextcache.errors import ContextCacheError, ContextLengthExceeded, InvalidRequest
+from contextcache.items import ITEM_IDS, RESPONSE, messages_json
 from contextcache.model import Segment, SegmentKind
 from contextcache.terms import whole
 from vllm_plugin.turn.answer.chat import AnswerResult, compact_json
@@ -34,9 +35,8 @@ from vllm_plugin.turn.prompt.request import (
     Truncation,
     TruncationType,
     TurnRequest,
-    messages_json,
 )
-from vllm_plugin.turn.prompt.transcript import ITEM_IDS, SHOWN_WITH, Transcript, common_prefix, whole_segments
+from vllm_plugin.turn.prompt.transcript import SHOWN_WITH, Transcript, common_prefix, whole_segments
 
 _PLACEHOLDER = "Yes."
 _OTHER_PLACEHOLDER = "No."
@@ -80,7 +80,7 @@ async def compose_first(engine: Engine, request: TurnRequest) -> ComposedPrompt:
     """Compose the first prompt of a new context. Raises ContextLengthExceeded for one that cannot fit."""
     await refuse_too_long(engine, request, request.prompt)
     ids = await _ids_of(engine, request, request.prompt, at_start=True)
-    segment = await _prompt_segment(engine, request, request.prompt, ids)
+    segment = await _prompt_segment(engine, request, request.prompt, ids, Transcript(), kept=0)
     return ComposedPrompt(ids, request.prompt.messages or (), 0, 0, (segment,))
 
 
@@ -108,6 +108,10 @@ async def compose_turn(
         else:
             head, rest, ids = await _chat_after(engine, request, head, messages)
     else:
+        if transcript.is_pending:
+            raise InvalidRequest(
+                "the context has items that no turn has read: continue it with messages", param="prompt"
+            )
         rest = request.prompt if is_append else _after(head, request.prompt)
         if rest is None:
             ids = ()
@@ -120,7 +124,9 @@ async def compose_turn(
         messages=messages,
         context_tokens=common_prefix(whole_ids, transcript.token_ids),
         keep_segments=len(head.segments),
-        segments=() if rest is None else (await _prompt_segment(engine, request, rest, ids),),
+        segments=()
+        if rest is None
+        else (await _prompt_segment(engine, request, rest, ids, transcript, kept=len(head.segments)),),
         outcome=outcome,
         diverged=diverged,
     )
@@ -145,7 +151,7 @@ async def answer_segment(engine: Engine, request: TurnRequest, result: AnswerRes
     if not ids:
         return None
     if chat:
-        ours = {ITEM_IDS: result.item_ids, SHOWN_WITH: settings_shown(request)}
+        ours = {ITEM_IDS: result.item_ids, RESPONSE: result.response, SHOWN_WITH: settings_shown(request)}
         delivered = {name: value for name, value in ours.items() if value}
         return Segment(SegmentKind.ANSWER, ids, messages_json=messages_json((result.message() | delivered,)))
     return Segment(SegmentKind.ANSWER, ids, text=result.text)
@@ -177,10 +183,19 @@ async def _without_bos(engine: Engine, model: str, ids: tuple[int, ...]) -> tupl
     return ids[1:] if begin and len(ids) > 1 and ids[0] == begin[0] else ids
 
 
-async def _prompt_segment(engine: Engine, request: TurnRequest, prompt: ClientPrompt, ids: tuple[int, ...]) -> Segment:
-    """Return a client's prompt as a segment of these ids."""
+async def _prompt_segment(  # what was composed, and what it replaces
+    engine: Engine,
+    request: TurnRequest,
+    prompt: ClientPrompt,
+    ids: tuple[int, ...],
+    transcript: Transcript,
+    *,
+    kept: int,
+) -> Segment:
+    """Return a client's prompt as a segment of these ids, behind the first `kept` segments of the transcript."""
     if prompt.messages is not None:
-        return Segment(SegmentKind.PROMPT, ids, messages_json=messages_json(prompt.messages))
+        said = messages_json(transcript.identified(prompt.messages, kept=kept))
+        return Segment(SegmentKind.PROMPT, ids, messages_json=said)
     text = prompt.text
     if text is None:
         # Kept so that a later replay in text can be matched.
@@ -408,7 +423,7 @@ async def _cut_to_fit(
         messages=rest.messages or (),
         context_tokens=common_prefix(ids, transcript.token_ids),
         keep_segments=0,
-        segments=(await _prompt_segment(engine, request, rest, ids),),
+        segments=(await _prompt_segment(engine, request, rest, ids, transcript, kept=0),),
         truncated_tokens=max(0, len(prompt.token_ids) - len(ids)),
     )
 

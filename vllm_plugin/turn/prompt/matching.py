@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from contextcache.errors import HistoryAmbiguous, InvalidRequest
+from contextcache.errors import HistoryAmbiguous
 from contextcache.model import ContextMode, SegmentKind
 from vllm_plugin.turn.prompt.meaning import ASSISTANT, SYSTEM, Meaning, meanings, rendering
 from vllm_plugin.turn.prompt.request import ClientPrompt, TurnRequest, with_new_messages
@@ -97,13 +97,13 @@ class PromptMatch:
 def match(
     transcript: Transcript, prompt: ClientPrompt, *, mode: ContextMode, has_stored_ids: bool = False
 ) -> PromptMatch:
-    """Compare a prompt with a transcript of at least one segment.
+    """Compare a prompt with a transcript, which is empty for a conversation without items.
 
     `has_stored_ids`: at least one message of X has the id of an item that T delivered.
-    Raises InvalidRequest for an empty transcript, HistoryAmbiguous for messages that could be either.
+    Raises HistoryAmbiguous for messages that could be either.
     """
     if not transcript.segments:
-        raise InvalidRequest("the context is empty")
+        return PromptMatch(Outcome.APPEND, 0)
     if prompt.messages is not None:
         found = _match_messages(transcript, prompt.messages, mode, has_stored_ids=has_stored_ids)
     elif mode is ContextMode.APPEND:

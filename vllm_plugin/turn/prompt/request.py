@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -337,8 +336,3 @@ def _flag(body: dict[str, Any], key: str, *, default: bool) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequest(f"{key} must be true or false", param=key)
     return value
-
-
-def messages_json(messages: tuple[dict[str, Any], ...]) -> str:
-    """Return the stored form of chat messages: compact JSON, keys sorted, so that equal messages are equal text."""
-    return json.dumps(list(messages), separators=(",", ":"), sort_keys=True, ensure_ascii=False)

@@ -8,7 +8,6 @@ The form of the items has been checked before (`contextcache/input_items.py`).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -18,7 +17,7 @@ from msgspec.structs import asdict
 
 from contextcache.errors import InvalidRequest
 from contextcache.input_items import ITEMS_MAX
-from vllm_plugin.turn.prompt.meaning import ASSISTANT
+from contextcache.items import CUSTOM_INPUT, flat_name, messages_of
 from vllm_plugin.turn.prompt.request import read_as
 
 TOOLS_MAX = ITEMS_MAX
@@ -38,16 +37,10 @@ _NAMES: Mapping[str, str] = {
     "response_format": "text.format",
 }
 """Names of translated fields by those of a chat. Positions in lists differ, so an error names the field alone."""
-_TEXTS = {"input_text": "text", "output_text": "text", "summary_text": "text", "reasoning_text": "text"} | {
-    "refusal": "refusal"
-}
-"""Fields with the text, by the type of a part."""
-_SEPARATOR = "__"
-_CUSTOM_INPUT = "input"
 _CUSTOM_PARAMETERS = {
     "type": "object",
-    "properties": {_CUSTOM_INPUT: {"type": "string", "description": "The freeform text payload for this tool."}},
-    "required": [_CUSTOM_INPUT],
+    "properties": {CUSTOM_INPUT: {"type": "string", "description": "The freeform text payload for this tool."}},
+    "required": [CUSTOM_INPUT],
     "additionalProperties": False,
 }
 """Parameters of the function that stands for a custom tool (vLLM 0.32 tool_parsers/utils.py)."""
@@ -121,7 +114,7 @@ class ToolNames:
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self.customs = frozenset(tool["name"] for tool in tools if tool["type"] == "custom")
         self._spaces = {
-            f"{space['name']}{_SEPARATOR}{tool['name']}": (space["name"], tool["name"])
+            flat_name(space["name"], tool["name"]): (space["name"], tool["name"])
             for space in tools
             if space["type"] == "namespace"
             for tool in space["tools"]
@@ -145,7 +138,7 @@ def chat_fields(body: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequest(f"tools may have at most {TOOLS_MAX} items", param="tools")
     wants_logprobs = LOGPROBS in (asked.include or ())
     fields = {key: body[key] for key in _PASSED & body.keys()} | {
-        "messages": _messages(asked.input),
+        "messages": messages_of(asked.input),
         "tools": tools or None,
         "tool_choice": _tool_choice(asked.tool_choice, tools, ToolNames(body.get("tools") or ())),
         "max_completion_tokens": asked.max_output_tokens,
@@ -162,96 +155,12 @@ def client_field(param: str) -> str:
     return _NAMES.get(re.split(r"[.\[]", param, maxsplit=1)[0], param)
 
 
-def custom_arguments(text: str) -> str:
-    """Return the arguments of the function that stands for a custom tool."""
-    return json.dumps({_CUSTOM_INPUT: text}, ensure_ascii=False)
-
-
-def custom_input(arguments: str) -> str:
-    """Return a custom tool's input; arguments of another form are the input themselves."""
-    try:
-        text = json.loads(arguments)[_CUSTOM_INPUT]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return arguments
-    return text if isinstance(text, str) else arguments
-
-
-def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    messages: list[dict[str, Any]] = []
-    for index, item in enumerate(given):
-        try:
-            _add(messages, item)
-        except (AttributeError, KeyError, TypeError) as exc:
-            told = "an item of a context must be text, a call or a call's result, with the fields of its type"
-            raise InvalidRequest(told, param=f"input[{index}]") from exc
-    return messages
-
-
-def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
-    """Add an item to the messages. An assistant's message has the parts of several items."""
-    match item.get("type") or "message", item.get("role"):
-        case "message", role if role != ASSISTANT:
-            messages.append({"role": item["role"], "content": _content(item["content"])})
-        case "function_call_output" | "custom_tool_call_output", _:
-            result = {"content": _content(item["output"]), "tool_call_id": _word(item, "call_id")}
-            messages.append({"role": "tool", **result})
-        case "message", _:
-            content = item["content"]
-            _add_part(messages, "content", content if isinstance(content, str) else _joined(content))
-        case "reasoning", _:
-            if item.get("encrypted_content"):
-                raise InvalidRequest("encrypted_content is not supported", param="input")
-            _add_part(messages, "reasoning", _joined(item.get("content") or item["summary"]))
-        case "function_call", _:
-            name = _word(item, "name")
-            name = f"{space}{_SEPARATOR}{name}" if (space := item.get("namespace")) else name
-            _add_part(messages, "tool_calls", [_call(item, name, _word(item, "arguments"))])
-        case "custom_tool_call", _:
-            arguments = custom_arguments(_word(item, "input"))
-            _add_part(messages, "tool_calls", [_call(item, _word(item, "name"), arguments)])
-        case kind, _:
-            raise KeyError(kind)
-
-
-def _add_part(messages: list[dict[str, Any]], key: str, value: Any) -> None:
-    last = messages[-1] if messages and messages[-1]["role"] == ASSISTANT else None
-    if last is None or (key in last and key != "tool_calls"):
-        messages.append({"role": ASSISTANT, key: value})
-    else:
-        last[key] = last.get(key, []) + value if key == "tool_calls" else value
-
-
-def _call(item: Mapping[str, Any], name: str, arguments: str) -> dict[str, Any]:
-    return {"id": _word(item, "call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _content(said: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    return said if isinstance(said, str) else [{"type": "text", "text": _text_of(part)} for part in said]
-
-
-def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(map(_text_of, parts))
-
-
-def _text_of(part: Mapping[str, Any]) -> str:
-    return _word(part, _TEXTS[part["type"]])
-
-
-def _word(said: Mapping[str, Any], key: str) -> str:
-    """Return a field with text. Raises KeyError, TypeError."""
-    if not isinstance(text := said[key], str):
-        raise TypeError(key)
-    return text
-
-
 def _functions(tools: Sequence[_Tool]) -> Iterator[dict[str, Any]]:
     """Yield the chat's functions: those of a namespace under one name each, a custom tool with one text."""
     for tool in tools:
         if isinstance(tool, _Namespace):
             named = (one for one in tool.tools if isinstance(one, _Function))
-            yield from (_function(asdict(one) | {"name": f"{tool.name}{_SEPARATOR}{one.name}"}) for one in named)
+            yield from (_function(asdict(one) | {"name": flat_name(tool.name, one.name)}) for one in named)
         elif isinstance(tool, _Function):
             yield _function(asdict(tool))
         else:

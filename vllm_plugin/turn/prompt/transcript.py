@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
-from contextcache.model import Segment, SegmentKind
+from contextcache.items import ITEM_IDS, RESPONSE, messages_json, stored_ids, stored_messages
+from contextcache.model import Segment
 from vllm_plugin.turn.prompt.meaning import Meaning, meanings
 
-ITEM_IDS = "item_ids"
-"""Key of a stored answer of `/v1/responses`: ids of its output items. No part of the message that a template gets."""
 SHOWN_WITH = "shown_with"
 """Key of a stored answer: a digest of the tools, and the reasoning effort, that the template got with its prompt."""
 
@@ -57,9 +56,25 @@ class Transcript:
 
     @cached_property
     def item_ids(self) -> frozenset[str]:
-        """Ids of all output items that the answers had."""
-        answers = (json.loads(segment.messages_json) for segment in self.segments if ITEM_IDS in segment.messages_json)
-        return frozenset(chain.from_iterable(message.get(ITEM_IDS, ()) for said in answers for message in said))
+        """Ids of all items that have one stored."""
+        return frozenset(chain.from_iterable(ids for segment in self.segments for _, ids in _with_ids(segment)))
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the last messages wait for the turn that tokenises them."""
+        return any(segment.messages_json and not segment.num_tokens for segment in self.segments[-1:])
+
+    def identified(self, messages: Sequence[dict[str, Any]], *, kept: int) -> tuple[dict[str, Any], ...]:
+        """Return messages that replace those behind the first `kept` segments, with the ids that equal ones have."""
+        known: dict[str, list[tuple[str, ...]]] = {}
+        for message, ids in chain.from_iterable(map(_with_ids, self.segments[kept:])):
+            known.setdefault(messages_json((message,)), []).append(ids)
+        if not known:
+            return tuple(messages)
+        found = (known.get(messages_json((message,))) for message in messages)
+        return tuple(
+            {**message, ITEM_IDS: ids.pop(0)} if ids else message for message, ids in zip(messages, found, strict=True)
+        )
 
     @property
     def is_chat(self) -> bool:
@@ -84,10 +99,9 @@ class Transcript:
 def segment_messages(segment: Segment) -> tuple[dict[str, Any], ...]:
     """Return the chat messages of a segment; none for a completion segment."""
     messages = tuple(json.loads(segment.messages_json)) if segment.messages_json else ()
-    if segment.kind is SegmentKind.ANSWER:
-        for message in messages:
-            message.pop(ITEM_IDS, None)
-            message.pop(SHOWN_WITH, None)
+    for message in messages:
+        for key in (ITEM_IDS, RESPONSE, SHOWN_WITH):
+            message.pop(key, None)
     return messages
 
 
@@ -98,6 +112,13 @@ def shown_with(transcript: Transcript) -> Mapping[str, str]:
         return {}
     found: Mapping[str, str] = json.loads(last.messages_json)[-1].get(SHOWN_WITH, {})
     return found
+
+
+def _with_ids(segment: Segment) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Yield the messages of a segment that have stored ids of items, with these."""
+    if ITEM_IDS in segment.messages_json:
+        pairs = zip(segment_messages(segment), map(stored_ids, stored_messages(segment)), strict=True)
+        yield from ((message, ids) for message, ids in pairs if ids)
 
 
 def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contextcache.items import messages_json
 from contextcache.model import ContextMode, Segment, SegmentKind
 from vllm_plugin.turn.prompt.matching import Divergence, Outcome, Why, begins_with_end_of, match
-from vllm_plugin.turn.prompt.request import ClientPrompt, messages_json
+from vllm_plugin.turn.prompt.request import ClientPrompt
 from vllm_plugin.turn.prompt.transcript import Transcript, common_prefix
 
 

@@ -17,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contextcache.errors import HistoryAmbiguous
+from contextcache.items import messages_json
 from contextcache.model import ContextMode, Segment, SegmentKind
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
 from vllm_plugin.turn.prompt.composition import compose_first, compose_turn
 from vllm_plugin.turn.prompt.matching import find_new, match
 from vllm_plugin.turn.prompt.meaning import meanings
-from vllm_plugin.turn.prompt.request import CHAT_PATH, messages_json, read_turn
+from vllm_plugin.turn.prompt.request import CHAT_PATH, read_turn
 from vllm_plugin.turn.prompt.transcript import Transcript
 
 Messages = list[dict[str, Any]]

@@ -28,9 +28,9 @@ from vllm.entrypoints.openai.responses.utils import (
 
 from contextcache.errors import InvalidRequest
 from contextcache.fields import OUR_FIELDS
-from contextcache.responses import RESPONSE_FIELDS
+from contextcache.responses import REPEATED, RESPONSE_FIELDS
 from vllm_plugin.turn.answer.response_output import ResponseOutput
-from vllm_plugin.turn.answer.responses import _REFUSED, _REPEATED, Responses
+from vllm_plugin.turn.answer.responses import _REFUSED, Responses
 from vllm_plugin.turn.prompt.response_input import _PASSED, TOOLS_MAX, ToolNames, chat_fields
 
 USER = {"role": "user", "content": "Hi"}
@@ -175,7 +175,7 @@ def test_each_field_of_the_engines_route_has_one_meaning_here():
     read = {*ResponsesRequest.model_fields}
     ours = OUR_FIELDS | RESPONSE_FIELDS | {"instructions"}
 
-    assert read - {*_REPEATED} - ours - _PASSED - TRANSLATED - {*_REFUSED} == IGNORED - {*_REPEATED}
+    assert read - {*REPEATED} - ours - _PASSED - TRANSLATED - {*_REFUSED} == IGNORED - {*REPEATED}
     assert read & {*ChatCompletionRequest.model_fields} >= _PASSED
 
 
