@@ -209,7 +209,8 @@ def _items(
     role, content, done = message["role"], message.get("content"), {"status": "completed"}
     if role == "tool":
         call_id = message.get("tool_call_id") or ""
-        kind = "custom_tool_call_output" if call_id in customs else "function_call_output"
+        is_custom = call_id in customs or _ids_of(ids, (_PREFIXES["custom_tool_call_output"],))
+        kind = "custom_tool_call_output" if is_custom else "function_call_output"
         output = content if isinstance(content, str) else _parts("input_text", content)
         yield "content", 0, {"type": kind, "call_id": call_id, "output": output, **done}
         return

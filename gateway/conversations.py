@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -70,17 +69,6 @@ Json = dict[str, Any]
 Segments = tuple[Segment, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NewConversation:
-    """A client's request for a conversation."""
-
-    items: Any
-    """Its first items, not checked yet."""
-    terms: Terms
-    key: str
-    """Name of the API key, for usage."""
-
-
 class Conversations:
     """Calls on the conversations and responses of a tenant. Raise as those on contexts."""
 
@@ -88,9 +76,9 @@ class Conversations:
         self._manager, self._contexts = parts.manager, contexts
         self._reads = TenantsInHand(requests_max=_READS_MAX)
 
-    async def create(self, tenant: TenantId, new: NewConversation) -> CacheSessionMetadata:
-        """Create a conversation. It belongs to no model before its first response."""
-        messages, terms, lease_id = _messages(new.items), new.terms, secrets.token_hex(16)
+    async def create(self, tenant: TenantId, items: Any, terms: Terms, *, key: str) -> CacheSessionMetadata:
+        """Create a conversation that belongs to no model before its first response. `key`: of the usage."""
+        first, lease_id = pending_segment(_messages(items)), secrets.token_hex(16)
         reserved = await self._manager.reserve(
             NewSession(
                 tenant=tenant,
@@ -103,13 +91,17 @@ class Conversations:
             lease_id=lease_id,
             lease_ttl_ms=_LEASE_MS,
         )
-        with_items = pending_segment(messages)
-        return await self._commit(reserved, lease_id, 0, with_items, usage=Usage(new.key, {"contexts": 1}))
+        return await self._commit(reserved, lease_id, 0, first, usage=Usage(key, {"contexts": 1}))
 
     async def read(self, tenant: TenantId, name: SessionId) -> CacheSessionMetadata:
         """Return a conversation."""
         check_id(name)
         return await self._manager.get_session_metadata(tenant, name)
+
+    async def update(self, tenant: TenantId, name: SessionId, metadata: Mapping[str, str]) -> CacheSessionMetadata:
+        """Replace the metadata of a conversation."""
+        check_id(name)
+        return await self._manager.touch(tenant, name, Terms(metadata=metadata))
 
     async def items(self, tenant: TenantId, name: SessionId) -> list[Json]:
         """Return all items, oldest first. A sliding life starts again."""
@@ -127,8 +119,7 @@ class Conversations:
 
     async def add(self, tenant: TenantId, name: SessionId, items: Any) -> list[Json]:
         """Add items at the end, and return them. Raises ContextBusy while a response is made."""
-        messages = _messages(items)
-        new = pending_segment(messages)
+        new = pending_segment(_messages(items))
         await self._change(tenant, name, lambda segments: (len(segments), new))
         return _plain_items(new, name)
 

@@ -291,7 +291,9 @@ class Gateway:
                 repeat_key="" if repeatable is None else repeatable.key,
                 key=admission.caller.key,
                 # A request that no pod takes leaves no branch.
-                check=lambda source: self._choose(_turn_query(admission, source, source.model_id), is_made=False),
+                check=lambda source: self._choose(
+                    _turn_query(admission, source, source.model_id or claims.model() or ""), is_made=False
+                ),
             )
             if branch is not None:
                 try:

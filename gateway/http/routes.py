@@ -19,9 +19,8 @@ from contextcache.errors import ModelNotFound, OperatorOnly
 from contextcache.fields import refuse_unknown
 from contextcache.model import MAX_LIST_LIMIT
 from contextcache.names import KEPT_PREFIX, check_generation
-from contextcache.terms import Terms, read_generation, read_if_match, read_session_id, read_terms
+from contextcache.terms import read_generation, read_if_match, read_session_id, read_terms
 from gateway.contexts import NewFork
-from gateway.conversations import NewConversation
 from gateway.flows import Admission, Gateway
 from gateway.http.answers import (
     Json,
@@ -158,8 +157,9 @@ async def rewind_context(
 @contexts.post("/v1/conversations")
 async def create_conversation(call: Asked, said: Fields) -> Json:
     """Create a conversation."""
-    new = NewConversation(said.get("items") or [], read_terms(said), call.caller.key)
-    return conversation_object(await call.gateway.conversations.create(call.tenant, new))
+    items, terms = said.get("items") or [], read_terms(said)
+    made = await call.gateway.conversations.create(call.tenant, items, terms, key=call.caller.key)
+    return conversation_object(made)
 
 
 @contexts.get("/v1/conversations/{conversation_id}")
@@ -171,9 +171,8 @@ async def read_conversation(call: Asked, conversation_id: str) -> Json:
 @contexts.post("/v1/conversations/{conversation_id}")
 async def update_conversation(call: Asked, conversation_id: str, said: Fields) -> Json:
     """Change a conversation's metadata."""
-    terms = Terms(metadata=read_terms(said).metadata or {})
-    session, _ = await call.gateway.contexts.patch(call.tenant, conversation_id, terms)
-    return conversation_object(session)
+    metadata = read_terms(said).metadata or {}
+    return conversation_object(await call.gateway.conversations.update(call.tenant, conversation_id, metadata))
 
 
 @contexts.delete("/v1/conversations/{conversation_id}")

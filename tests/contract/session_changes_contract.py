@@ -106,6 +106,34 @@ class SessionChangesContract(SessionStoreContract):
         assert await self.transcript(store) == at[2]
         assert await store.get(KEY, now_ms=NOW) == rewound
 
+    async def test_the_transcript_of_an_earlier_generation_is_read_while_it_is_part_of_the_newest(
+        self, store: SessionStore
+    ) -> None:
+        """Seen failing: without `at_generation` in the script every reader got the newest transcript."""
+        at = await self.converse(store, 3)
+        how = {"lease_id": "reader", "lease_ttl_ms": 1, "read_only": True, "now_ms": NOW}
+        read = [await store.begin_turn(KEY, at_generation=number, **how) for number in range(1, 5)]
+        await self.rewind(store, 2)
+
+        assert [begun.transcript() for begun in read] == at[1:]
+        assert {begun.session.generation for begun in read} == {4}
+        assert (await store.begin_turn(KEY, at_generation=2, **how)).transcript() == at[2]
+        for gone in (3, 4, 9):
+            with pytest.raises(GenerationGone):
+                await store.begin_turn(KEY, at_generation=gone, **how)
+
+    async def test_a_session_without_a_model_belongs_to_that_of_its_first_turn(self, store: SessionStore) -> None:
+        """Seen failing: the second turn's model took the place of the first one's."""
+        await self.reserve(store, replace(NEW, model_id=""))
+        made = await store.commit_turn(replace(first_commit(), segments=(), cache_ref="", holder=""), now_ms=NOW)
+        assert (made.model_id, made.holders, made.num_tokens) == ("", (), 0)
+        for number, model in ((1, "smol"), (2, "other")):
+            await self.begin(store)
+            commit = turn_commit("turn", generation=number, keep=0)
+            committed = await store.commit_turn(replace(commit, model_id=model), now_ms=NOW)
+
+            assert (committed.model_id, committed.holders) == ("smol", ("pod-2",))
+
     async def test_the_next_turn_goes_on_from_there(self, store: SessionStore) -> None:
         at = await self.converse(store, 3)
         await self.rewind(store, 1)

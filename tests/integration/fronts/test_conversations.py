@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import AsyncExitStack
 
@@ -133,7 +134,7 @@ async def test_added_items_are_part_of_the_next_prompt_and_keep_their_ids(client
 
 
 async def test_any_item_can_be_deleted_and_the_next_prompt_is_without_it(client, pod):
-    """Seen failing: the items behind a deleted one had other ids."""
+    """Seen failing: without ids in the rest, the items behind a deleted one had other ids."""
     made = await client.conversations.create(items=[USER])
     for text in ("One", "Two"):
         await client.responses.create(model=MODEL, conversation=made.id, input=text)
@@ -169,7 +170,7 @@ async def test_a_stored_response_is_read_after_its_engine_is_gone(client, pods):
 
 
 async def test_the_last_response_can_be_deleted_and_a_continued_one_cannot(client, front):
-    """Seen failing: a deleted response was read again, because its generation still had a place."""
+    """Seen failing: a delete that cut nothing left the response to be read again."""
     first = await client.responses.create(model=MODEL, input="One", store=True)
     second = await client.responses.create(model=MODEL, input="Two", previous_response_id=first.id)
     with pytest.raises(openai.BadRequestError, match="later items follow"):
@@ -185,6 +186,7 @@ async def test_the_last_response_can_be_deleted_and_a_continued_one_cannot(clien
 
 
 async def test_the_items_of_a_conversation_outlive_its_deleted_response(client, pod):
+    """Seen failing: the items of the turn went with the response."""
     made = await client.conversations.create(items=[USER])
     answer = await client.responses.create(model=MODEL, conversation=made.id, input="And Rome?")
     before = await listed(client, made.id)
@@ -234,6 +236,7 @@ REFUSED = {
     "a reference": {"items": [{"type": "item_reference", "id": "msg_1"}]},
     "an unknown field": {"items": [USER], "itens": []},
     "no items": {},
+    "half a character": b'{"items": [{"role": "user", "content": "\\ud800"}]}',
 }
 
 
@@ -278,3 +281,47 @@ async def test_an_agent_runs_with_a_session_and_in_a_conversation(client, pod):
     assert [piece in said(pod) for piece in ("Be brief.", "One", "Two")] == [True] * 3
     texts = [item.content[0].text for item in await listed(client, made.id, order="asc")]
     assert texts == ["One", "Hm.", "Two", "Hm."]
+
+
+async def test_a_conversation_gets_its_model_from_its_first_turn_however_that_is_named(client, front, pod):
+    made = await client.conversations.create(items=[USER])
+    async with front.post(f"/v1/context/{made.id}/fork", {}) as answer:
+        fork = (await answer.json())["session_id"]
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "And Rome?"}]}
+    for named in ({"body": chat | {"session_id": made.id}}, {"body": chat, "headers": {"X-Session-ID": fork}}):
+        async with front.post("/v1/chat/completions", **named) as answer:
+            assert answer.status == 200, await answer.text()
+        assert "Where is Oslo?" in said(pod)
+
+    for name in (made.id, fork):
+        async with front.get(f"/v1/context/{name}") as answer:
+            assert (await answer.json())["model"] == MODEL
+        async with front.post("/v1/chat/completions", chat | {"session_id": name, "model": "other"}) as answer:
+            assert await code_of(answer) == (400, "model_mismatch")
+
+
+@envoy_too
+async def test_text_cannot_follow_items_that_no_turn_has_read(client, front, pod):
+    made = await client.conversations.create(items=[USER])
+    body = {"model": MODEL, "prompt": "Once", "session_id": made.id}
+    async with front.post("/v1/completions", body) as answer:
+        assert await code_of(answer) == (400, "invalid_request")
+
+    assert [item.content[0].text for item in await listed(client, made.id)] == ["Where is Oslo?"]
+    assert pod.engine.generations() == []
+
+
+@envoy_too
+async def test_a_response_under_way_keeps_items_out(client, pod):
+    made = await client.conversations.create(items=[USER])
+    pod.engine.pause = asyncio.Event()
+    stream = await client.responses.create(model=MODEL, conversation=made.id, input="And Rome?", stream=True)
+    await anext(aiter(stream))
+    with pytest.raises(openai.ConflictError):
+        await client.conversations.items.create(made.id, items=[USER])
+    pod.engine.pause.set()
+    async for event in stream:
+        last = event
+
+    assert last.type == "response.completed"
+    assert len(await listed(client, made.id)) == 3

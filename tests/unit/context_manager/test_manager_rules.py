@@ -126,7 +126,7 @@ async def test_a_ttl_outside_the_bounds_is_refused_and_nothing_is_stored(
         (replace(NEW, session_id="ctx:1"), "session_id"),
         (replace(NEW, session_id="ctx_1\n"), "session_id"),
         (replace(NEW, session_id="x" * 129), "session_id"),
-        (replace(NEW, model_id=""), "model"),
+        (replace(NEW, model_id="x" * 257), "model"),
         (replace(NEW, metadata={str(number): "" for number in range(17)}), "metadata"),
         (replace(NEW, metadata={"k" * 65: ""}), "metadata"),
         (replace(NEW, metadata={"": ""}), "metadata"),
