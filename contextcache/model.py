@@ -167,7 +167,7 @@ class CacheSessionMetadata:
     @property
     def cache_refs(self) -> tuple[CacheRef, ...]:
         """KV names to ask a sidecar for, newest first."""
-        return tuple(dict.fromkeys(ref for ref in (self.cache_ref, self.previous_cache_ref) if ref))
+        return tuple(ref for ref in (self.cache_ref, self.previous_cache_ref) if ref)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,8 @@ elseif row.used then
   redis.call('HDEL', SESSION, 'used')
 end
 redis.call('HSET', SESSION,
-  'state', is_branch and 'creating' or 'ready', 'cache_ref', a.cache_ref, 'previous_cache_ref', row.cache_ref, 'holder', a.holder,
+  'state', is_branch and 'creating' or 'ready', 'cache_ref', a.cache_ref,
+  'previous_cache_ref', a.cache_ref == row.cache_ref and row.previous_cache_ref or row.cache_ref, 'holder', a.holder,
   'holders', a.cache_ref == '' and a.holder == '' and row.holders or with_holder(row, a.holder), 'num_turns', integer(tonumber(row.num_turns) + 1),
   'committed_lease_id', a.lease_id)
 if a.request then

@@ -134,6 +134,16 @@ class SessionChangesContract(SessionStoreContract):
 
             assert (committed.model_id, committed.holders) == ("smol", ("pod-2",))
 
+    async def test_a_commit_that_keeps_the_name_of_the_kv_keeps_the_one_before_too(self, store: SessionStore) -> None:
+        """Seen failing: both names were the newest, and the next turn deleted KV that the session still named."""
+        await self.converse(store, 1)
+        before = await store.get(KEY, now_ms=NOW)
+        await self.begin(store)
+        kept = turn_commit("turn", generation=before.generation, cache_ref=before.cache_ref)
+        after = await store.commit_turn(kept, now_ms=NOW)
+
+        assert after.cache_refs == before.cache_refs == (REF_2, REF_1)
+
     async def test_the_next_turn_goes_on_from_there(self, store: SessionStore) -> None:
         at = await self.converse(store, 3)
         await self.rewind(store, 1)

@@ -116,14 +116,14 @@ async def test_a_body_that_is_no_json_object_is_refused_in_our_words(client, par
     assert error_of(answer)[:2] == (400, "invalid_request")
 
 
-async def test_a_body_that_is_larger_than_any_patch_is_not_read(client, parts):
+async def test_a_body_that_is_larger_than_any_control_call_is_not_read(client, parts):
     await parts.directory.add("ctx_1")
 
     async def unannounced():
-        for _ in range(300):
+        for _ in range(1100):
             yield b" " * 1024
 
-    declared = await client.patch("/v1/context/ctx_1", content=b" " * (300 << 10))
+    declared = await client.patch("/v1/context/ctx_1", content=b" " * (1100 << 10))
     streamed = await client.patch("/v1/context/ctx_1", content=unannounced())
 
     assert error_of(declared)[:2] == error_of(streamed)[:2] == (413, "body_too_large")
