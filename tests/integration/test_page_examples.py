@@ -186,6 +186,18 @@ async def test_the_responses_of_the_guide_are_one_conversation(url, engine):
 
 
 @pytest.mark.timeout(120)
+async def test_the_programs_of_the_guide_to_conversations_run(url, engine):
+    first, agents = blocks("python", pages=["docs/guides/conversations.md"])
+    told = await printed([sys.executable, "-c"], f"{CLIENT}{first.text}\nprint({KEY!r})  # test-key-1234567890", url)
+    by_agents = await printed([sys.executable, "-c"], agents.text, url)
+
+    assert "My name is Ada." in decode(engine.generations()[0]["kv_transfer_params"]["prompt_token_ids"])
+    assert told.count(" message\n") == 3
+    assert told.count("The Loire.") == by_agents.count("The Loire.") == 1
+    assert by_agents.splitlines()[-1] == "2"
+
+
+@pytest.mark.timeout(120)
 async def test_the_commands_of_the_command_line_s_page_run(url):
     """Seen to fail with `asks` for `ask`."""
     (block,) = blocks("sh", pages=["docs/reference/command-line.md"])

@@ -33,7 +33,8 @@ RUN_ELSEWHERE = {
     "README.md",  # tests/vllm/test_examples.py
     "docs/reference/python.md",  # the same
     "docs/project/formats.md",  # tests/unit/kv_sidecar/test_kv_formats_doc.py
-    "docs/guides/messages-and-responses.md",  # tests/integration/test_page_examples.py
+    "docs/guides/conversations.md",  # tests/integration/test_page_examples.py
+    "docs/guides/messages-and-responses.md",  # the same
 }
 SHELL = blocks("sh", "bash")
 CALLS = [(str(block), call) for block in SHELL for command in commands(block) for call in programs(command)]
