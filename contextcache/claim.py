@@ -93,6 +93,7 @@ class _Fields(msgspec.Struct, gc=False):
     previous_response_id: msgspec.Raw = _UNSET
     conversation: msgspec.Raw = _UNSET
     store: msgspec.Raw = _UNSET
+    kv_hints: msgspec.Raw = _UNSET
 
 
 _Plain = str | float | bool | None

@@ -14,7 +14,7 @@ from contextcache.errors import InvalidRequest
 
 HANDLE_FIELDS = frozenset({"session_id", "context_mode", "context_commit", "context_create"})
 """Fields that make a request a context's: misspelt, the request would run without its context."""
-OUR_FIELDS = HANDLE_FIELDS | {"ttl", "ttl_policy", "mode", "metadata", "truncation"}
+OUR_FIELDS = HANDLE_FIELDS | {"ttl", "ttl_policy", "mode", "metadata", "truncation", "kv_hints"}
 """Body fields of a create or a turn that the engine never sees."""
 FOREIGN_FIELDS = frozenset({"model"})
 """Fields of vLLM's, OpenAI's and Anthropic's requests that are near ours and must pass."""

@@ -126,6 +126,10 @@ class KVTransfer:
     """See Identity."""
     prefix_at: str = ""
     """See Identity."""
+    retain_ms: int = 0
+    """Minimum lifetime that the saved KV is to be promised; 0: none."""
+    pinned: bool = False
+    """Whether it is to be promised in memory too."""
 
     @property
     def is_kept(self) -> bool:

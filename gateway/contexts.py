@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 from contextcache.errors import (
     ContextCacheError,
@@ -22,9 +23,11 @@ from contextcache.errors import (
     SidecarUnavailable,
     StoreUnavailable,
 )
+from contextcache.hints import Hints
 from contextcache.model import (
     BRANCH_LEASE_ID,
     MAX_LIST_LIMIT,
+    NO_PROMISE,
     CacheSessionMetadata,
     ForkedKV,
     ModelId,
@@ -75,6 +78,7 @@ class Contexts:
 
     def __init__(self, parts: Parts) -> None:
         self._manager, self._holders, self._secret = parts.manager, parts.holders, parts.secret
+        self._clock = parts.clock
         self._usage_reads = TenantsInHand(requests_max=_USAGE_READS_MAX)
 
     async def read(
@@ -119,6 +123,14 @@ class Contexts:
             await self._holders.touch(session)
         log.info("context patched", extra={"session_id": session_id, "tenant": tenant})
         return session, await self._holders.kv_state(session)
+
+    async def retain(self, session: CacheSessionMetadata, hints: Hints) -> list[dict[str, Any]]:
+        """Ask for a minimum lifetime of a context's KV; return the answer to each hint."""
+        retain_ms = hints.retain_ms(session.expires_at_ms - self._clock.now_ms())
+        promise = NO_PROMISE
+        if retain_ms:
+            promise = await self._holders.retain(session, retain_ms=retain_ms, pinned=hints.pinned)
+        return hints.answers(promise, retain_ms=retain_ms, expires_at_ms=session.expires_at_ms)
 
     async def rewind(
         self, tenant: TenantId, session_id: SessionId, *, generation: int, expected_generation: int | None

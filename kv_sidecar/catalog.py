@@ -461,7 +461,7 @@ class ContextCatalog:
             nonlocal promise
             changed = self.promises.later(record, retain_ms=retain_ms, pinned=pinned)
             promise = changed.promise
-            return None if promise.reason else changed
+            return changed if replace(promise, reason="") != replace(record.promise, reason="") else None
 
         found = (self.manifests.live(tenant, cache_ref) for cache_ref in cache_refs)
         record = next((it for it in found if it is not None and not it.interrupted), None)
@@ -472,8 +472,9 @@ class ContextCatalog:
             changing = self.manifests.change(
                 lambda: [it for name in names if (it := self.manifests.live(tenant, name))], promised
             )
-            if not await self._finish(changing) and not promise.reason:
-                promise = Promise(reason=NOT_SAVED)  # deleted, or lost, meanwhile
+            await self._finish(changing)
+            if not self.is_promised(tenant, record.cache_ref):
+                promise = Promise(reason=promise.reason or NOT_SAVED)  # deleted, or lost, meanwhile
         self.promises.count(promise)
         return promise
 

@@ -11,10 +11,10 @@ some. On disk a tenant may also promise at most half of its quota, so that its t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from contextcache.model import Manifest, Promise, TenantId
+from contextcache.model import NO_PROMISE, Manifest, Promise, TenantId
 from kv_sidecar.blocks import Blocks, PromiseKind
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys
@@ -48,26 +48,31 @@ class Promises:
         return replace(manifest, promise=promise, expires_at_ms=expires_at_ms)
 
     def later(self, record: ManifestRecord, *, retain_ms: int, pinned: bool) -> ManifestRecord:
-        """Return a sealed record with a promise, or with the reason for a denial. An earlier promise never shrinks."""
-        pinned = pinned or (self.is_promised(record) and record.promise.pinned)
+        """Return a sealed record with the promise that it has from now on. An earlier promise never shrinks."""
+        before = record.promise if self.is_promised(record) else NO_PROMISE
+        pinned = pinned or before.pinned
         promise = self.granted(record.tenant, record.keys, retain_ms=retain_ms, pinned=pinned)
-        if self.is_promised(record):
-            before_ms = record.promise.until_ms
-            promise = record.promise if promise.reason else replace(promise, until_ms=max(promise.until_ms, before_ms))
+        until_ms, pinned = max(promise.until_ms, before.until_ms), promise.pinned or before.pinned
+        promise = Promise(until_ms, pinned, promise.reason)
         expires_at_ms = max(record.expires_at_ms, promise.until_ms) if record.is_kept else record.expires_at_ms
         return replace(record, promise=promise, expires_at_ms=expires_at_ms)
 
-    def granted(self, tenant: TenantId, keys: Iterable[BlockKey], *, retain_ms: int, pinned: bool) -> Promise:
-        """Return a promise on these blocks, or the reason for its denial. Takes no room yet."""
+    def granted(self, tenant: TenantId, keys: Sequence[BlockKey], *, retain_ms: int, pinned: bool) -> Promise:
+        """Return a promise on these blocks, or the reason for its denial. Takes no room yet.
+
+        KV for which memory has no room is promised on disk.
+        """
         self.manifests.end_promises()
         reason = self._refusal(tenant, keys, pinned=pinned)
+        if reason and pinned:
+            return self.granted(tenant, keys, retain_ms=retain_ms, pinned=False)
         return Promise(reason=reason) if reason else Promise(self.runtime.clock.now_ms() + retain_ms, pinned)
 
     def count(self, promise: Promise) -> None:
         """Count an answer."""
         self.runtime.metrics.promises.labels(promise.reason or "accepted").inc()
 
-    def _refusal(self, tenant: TenantId, keys: Iterable[BlockKey], *, pinned: bool) -> str:
+    def _refusal(self, tenant: TenantId, keys: Sequence[BlockKey], *, pinned: bool) -> str:
         held = [self.blocks.get(key) for key in keys]
         if pinned and not all(block.in_memory for block in held):
             return NO_ROOM

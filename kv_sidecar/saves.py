@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from contextcache.errors import InvalidRequest
+from contextcache.hints import RETAIN_MS_MAX
 from contextcache.model import CacheRef, KVFile, KVGroup, Manifest, SessionId, TenantId, plain_group
 from contextcache.names import (
     KEPT_PREFIX,
@@ -20,8 +21,6 @@ from kv_sidecar.format.block_file import BlockMeta, file_meta
 from kv_sidecar.format.ids import BlockKey, check_fingerprint_text, pack_token_ids
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE, check_groups, context_files, file_key, next_files
 
-RETAIN_MS_MAX = 86_400_000
-"""Longest promise: a day, as long as hosted APIs keep a cache."""
 Source: TypeAlias = Literal["", "peer", "object"]
 """Origin of KV that a pull brings; empty: the engine of this pod."""
 

@@ -27,6 +27,8 @@ class TurnFields(TypedDict, total=False):
     context_mode: Literal["auto", "append", "replay"]
     context_commit: bool
     truncation: Mapping[str, Any]
+    kv_hints: Mapping[str, Any]
+    """Minimum lifetimes of the KV; `usage.context.hints` of the reply has the answers."""
     if_match: int
     """Run only on this generation."""
     idempotency_key: str
@@ -35,8 +37,8 @@ class TurnFields(TypedDict, total=False):
     """More fields of the body."""
 
 
-class Changes(TypedDict, total=False):
-    """Options of an update or a fork."""
+class Terms(TypedDict, total=False):
+    """Terms of a context."""
 
     ttl: int
     """Seconds."""
@@ -44,7 +46,14 @@ class Changes(TypedDict, total=False):
     metadata: Mapping[str, str]
 
 
-class CreateFields(TurnFields, Changes, total=False):
+class Changes(Terms, total=False):
+    """Options of an update."""
+
+    kv_hints: Mapping[str, Any]
+    """Minimum lifetimes of the KV; `raw["hints"]` of the context has the answers."""
+
+
+class CreateFields(TurnFields, Terms, total=False):
     """Options of a create, beside those of a turn."""
 
     mode: Literal["session", "prefix"]
@@ -91,6 +100,8 @@ class ContextUsage:
     truncated_tokens: int = 0
     resumed: Sequence[Mapping[str, Any]] = ()
     """Continuations of the answer by other engines: `at_token`, `from`, `to`, `paused_ms`."""
+    hints: Sequence[Mapping[str, Any]] = ()
+    """Answers to `kv_hints`: `action_id`, `action_type`, `outcome`, and `until` and `tier`, or `reason`."""
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator
 from contextcache.claim import read_object
 from contextcache.errors import ModelNotFound, OperatorOnly
 from contextcache.fields import refuse_unknown
+from contextcache.hints import Hints, read_hints
 from contextcache.model import MAX_LIST_LIMIT
 from contextcache.names import KEPT_PREFIX, check_generation
 from contextcache.terms import read_generation, read_if_match, read_session_id, read_terms
@@ -118,8 +119,11 @@ async def read_context(call: Asked, session_id: str) -> Json:
 
 @contexts.patch("/v1/context/{session_id}")
 async def patch_context(call: Asked, session_id: str, said: Fields) -> Json:
-    """Change the ttl, policy or metadata of a context, even while a turn runs."""
-    return context_object(*await call.gateway.contexts.patch(call.tenant, session_id, read_terms(said)))
+    """Change the ttl, policy or metadata of a context, or ask for a promise on its KV, even while a turn runs."""
+    hints, terms = Hints(read_hints(said.get("kv_hints"))), read_terms(said)
+    session, kv = await call.gateway.contexts.patch(call.tenant, session_id, terms)
+    answers = await call.gateway.contexts.retain(session, hints)
+    return context_object(session, kv) | ({"hints": answers} if answers else {})
 
 
 @contexts.delete("/v1/context/{session_id}")

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError
-from contextcache.model import CacheRef, CacheSessionMetadata, ForkedKV, KeptGroup, SessionId, SessionState, TenantId
+from contextcache.model import (
+    NO_PROMISE,
+    CacheRef,
+    CacheSessionMetadata,
+    ForkedKV,
+    KeptGroup,
+    Promise,
+    SessionId,
+    SessionState,
+    TenantId,
+)
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints, repeat
@@ -157,6 +167,19 @@ class Holders:
             "KV lifetime not extended",
             session_id=session.session_id,
         )
+
+    async def retain(self, session: CacheSessionMetadata, *, retain_ms: int, pinned: bool) -> Promise:
+        """Ask the holder for a minimum lifetime of a context's KV. No answer is a denial: `unavailable`."""
+        if not session.cache_refs:
+            return NO_PROMISE
+        promise = await self._asked(
+            session.holder,
+            lambda client: client.retain_context(
+                session.tenant, session.cache_refs, retain_ms=retain_ms, pinned=pinned
+            ),
+            self.settings.sidecar_timeout_s,
+        )
+        return promise or Promise(reason="unavailable")
 
     async def fork(
         self, session: CacheSessionMetadata, child: CacheSessionMetadata, cache_ref: CacheRef

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
-from contextcache.model import SaveOutcome
+from contextcache.model import Promise, SaveOutcome
 from contextcache.names import new_cache_ref
 from kv_sidecar.client import TIER_NAMES
 
@@ -35,6 +35,16 @@ class GatewaySidecarContract:
         assert await sidecar.wait_sealed("demo", ref, timeout_ms=0) == SaveOutcome(is_sealed=True)
         assert await sidecar.wait_sealed("other", ref, timeout_ms=0) == SaveOutcome(is_sealed=False)
         assert await sidecar.wait_sealed("demo", new_cache_ref(), timeout_ms=0) == SaveOutcome(is_sealed=False)
+
+    async def test_a_promise_is_given_for_sealed_kv_of_its_tenant_alone(self, sidecar, keep):
+        ref = await keep("ctx_1", "demo")
+        promise = await sidecar.retain_context("demo", [new_cache_ref(), ref], retain_ms=60_000, pinned=False)
+        foreign = await sidecar.retain_context("other", [ref], retain_ms=60_000, pinned=False)
+        absent = await sidecar.retain_context("demo", [new_cache_ref()], retain_ms=60_000, pinned=False)
+
+        assert promise.until_ms > 0
+        assert promise == Promise(promise.until_ms)
+        assert foreign == absent == Promise(reason="not_saved")
 
     async def test_a_delete_by_session_frees_its_bytes_once(self, sidecar, keep):
         ref = await keep("ctx_1", "demo")

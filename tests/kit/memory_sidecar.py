@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from contextcache.clock import Clock, SystemClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
-from contextcache.model import CacheRef, ForkedKV, KeptGroup, Manifest, SaveOutcome, SessionId, TenantId
+from contextcache.model import CacheRef, ForkedKV, KeptGroup, Manifest, Promise, SaveOutcome, SessionId, TenantId
 from contextcache.names import KEPT_PREFIX
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.recent import Beginnings
@@ -20,7 +20,8 @@ class MemorySidecar:
         self.down = False
         self.closed = False
         self.fingerprints: list[str] = []
-        self.beginnings = Beginnings(clock or SystemClock())
+        self._clock = clock or SystemClock()
+        self.beginnings = Beginnings(self._clock)
         self.pulls: list[tuple[TenantId, tuple[CacheRef, ...], str]] = []
         self._kept: dict[CacheRef, tuple[Manifest, str]] = {}
         self.saving: set[tuple[TenantId, CacheRef]] = set()
@@ -53,6 +54,14 @@ class MemorySidecar:
         if found is not None and found[0].tenant == tenant:
             return SaveOutcome(is_sealed=True)
         return SaveOutcome(is_sealed=False, reason=self._failed.get((tenant, cache_ref), ""))
+
+    async def retain_context(
+        self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, retain_ms: int, pinned: bool
+    ) -> Promise:
+        """Promise the first of these that is held. Nothing is ever evicted here."""
+        self._check_up()
+        held = [ref for ref in cache_refs if ref in self._kept and self._kept[ref][0].tenant == tenant]
+        return Promise(self._clock.now_ms() + retain_ms, pinned) if held else Promise(reason="not_saved")
 
     async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
         """Move the expiry of the session's manifests; return how many. None expires by itself here."""

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from context_manager.manager import ContextCacheManager
 from contextcache.clock import Clock, ManualClock
 from contextcache.identity import Identity, Standby, sign_identity
-from contextcache.model import SaveOutcome
+from contextcache.model import NO_PROMISE, Promise, SaveOutcome
 from integrations.lmcache.instead_of_sidecar import LMCacheKV
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.session_store import in_valkey
@@ -59,6 +59,7 @@ class SidecarInProcess:
     sealed: bool = True
     no_kv: str = ""
     """Why there will be no KV."""
+    promise: Promise = NO_PROMISE
     report: Any = None
     fault: Exception | None = None
     deleted: list[tuple[str, ...]] = field(default_factory=list)
@@ -73,7 +74,7 @@ class SidecarInProcess:
     async def wait_sealed(self, tenant, cache_ref, *, timeout_ms):
         if self.fault:
             raise self.fault
-        return SaveOutcome(self.sealed and not self.no_kv, self.no_kv)
+        return SaveOutcome(self.sealed and not self.no_kv, self.no_kv, self.promise)
 
     async def load_report(self, request_id, *, timeout_ms):
         if self.fault:
@@ -84,7 +85,7 @@ class SidecarInProcess:
         self.touched.append((session_id, expires_at_ms))
         return 1
 
-    async def delete_context(self, tenant, *, session_id="", cache_refs=()):
+    async def delete_context(self, tenant, *, session_id="", cache_refs=(), replaced=False):
         self.deleted.append(cache_refs)
         return 0
 

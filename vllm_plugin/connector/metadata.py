@@ -181,6 +181,9 @@ class SavePlan:
     """Adapter that they were computed with; the fingerprint has it too."""
     early: bool = False
     """Whether more parts follow: whole files are sent ahead of the last part."""
+    retain_ms: int = 0
+    pinned: bool = False
+    """Promise that the KV is to get at its seal, as in KVTransfer."""
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from contextcache.claim import RESPONSES_PATH, Claims
 from contextcache.clock import Clock
+from contextcache.hints import Hints, marked_ms, read_hints
 from contextcache.identity import Identity, KVTransfer, cache_salt, sign_kv_transfer
 from contextcache.model import LoadedKV, ModelId
 from contextcache.names import new_cache_ref
@@ -35,9 +36,10 @@ class KeptRequests:
     metrics: TurnMetrics
 
     def begin(self, path: str, identity: Identity, claims: Claims, send: Send) -> tuple[bytes, Send]:
-        """Return the engine's body and the `send` of its answer."""
+        """Return the engine's body and the `send` of its answer. Raises InvalidRequest for malformed hints."""
         # Join the gateway's name and one of ours: retries of a proxy share the first.
         request_id = f"{identity.request_id[:_REQUEST_ID_CHARS]}-{secrets.token_hex(8)}"
+        hints = Hints(read_hints(claims.value("kv_hints")), marked_ms(claims.body))
         order = KVTransfer(
             tenant=identity.tenant,
             session_id=identity.kept,
@@ -47,6 +49,8 @@ class KeptRequests:
             expires_at_ms=self.clock.now_ms() + _TTL_S * 1000,
             beginning=identity.beginning,
             prefix_at=identity.prefix_at,
+            retain_ms=hints.retain_ms(),
+            pinned=hints.pinned,
         )
         # No model in the salt: it is that of the tenant's requests which are not kept.
         salt = cache_salt(identity.tenant, ModelId(""), self.secret)

@@ -34,6 +34,7 @@ from contextcache.errors import (
     TooManyInFlight,
 )
 from contextcache.fields import OUR_FIELDS, refuse_misspelt
+from contextcache.hints import Hints, marked_ms, read_hints
 from contextcache.identity import (
     IDENTITY_HEADER,
     IN_FLIGHT_HEADER,
@@ -251,6 +252,7 @@ class TurnMiddleware:
             # The gateway may have signed by the head alone, without reading the name in the body.
             raise InvalidRequest("the body and the X-Session-ID header name different contexts", param="session_id")
         request, session_id = client.dialect.turn(client, body, raw, named), named
+        request = replace(request, hints=Hints(read_hints(body.get("kv_hints")), marked_ms(raw)))
         if IDEMPOTENCY_HEADER in headers:
             told = (path, named or "", headers.get("if-match", ""), headers.get("x-usage-format", ""))
             said = read_repeatable(headers[IDEMPOTENCY_HEADER], (*(text.encode() for text in told), raw))

@@ -92,7 +92,8 @@ class Settlement:
             return outcome
         try:
             segment = await self._answer_segment(turn, answer.result)
-            if turn.is_create and not turn.holder:  # another pod's sidecar tells its own turns alone
+            is_awaited = turn.is_create or turn.request.hints.asked
+            if is_awaited and not turn.holder:  # another pod's sidecar tells its own turns alone
                 await self._wait_sealed(turn)
             commit = TurnCommit(
                 tenant=session.tenant,
@@ -166,7 +167,10 @@ class Settlement:
                 raise first from None
 
     async def _wait_sealed(self, turn: Turn) -> None:
-        """Give the first save its time to become durable. Too late is counted, not an error: the KV may still come."""
+        """Give a save its time to become durable, for its promise, and for a create's first turn after it.
+
+        Too late is counted, not an error: the KV may still come.
+        """
         assert turn.save_ref is not None
         begun_ms = self.clock.now_ms()
         with child_span("turn wait for seal"):
@@ -176,7 +180,8 @@ class Settlement:
                 )
             except ContextCacheError as exc:
                 outcome = SaveOutcome(is_sealed=False, reason=exc.code)
-        if not outcome.is_sealed:
+        turn.promise = outcome.promise
+        if not outcome.is_sealed and turn.is_create:
             turn.no_kv = outcome.reason or _LATE
             self.metrics.unsealed_creates.inc()
         turn.timings_ms["seal"] = self.clock.now_ms() - begun_ms

@@ -43,6 +43,7 @@ from contextcache.model import (
     SessionId,
     SessionMode,
     TenantId,
+    TtlPolicy,
 )
 from contextcache.names import new_cache_ref
 from contextcache.process.crash_points import crash_point
@@ -349,6 +350,9 @@ class TurnStory:
         session = turn.session
         begins_with_all = turn.prompt.context_tokens == session.num_tokens
         saves_again = session.cache_ref and turn.save_ref is None and begins_with_all
+        is_sliding = session.ttl_policy is TtlPolicy.SLIDING  # the commit moves its expiry
+        life_ms = session.ttl_s * 1000 if is_sliding else session.expires_at_ms - self.clock.now_ms()
+        turn.retain_ms = turn.request.hints.retain_ms(life_ms)
         order = KVTransfer(
             tenant=session.tenant,
             session_id=session.session_id,
@@ -361,6 +365,8 @@ class TurnStory:
             traceparent=kept_traceparent(),
             beginning=turn.client.identity.beginning,
             prefix_at=turn.kv_at or turn.client.identity.prefix_at,
+            retain_ms=turn.retain_ms,
+            pinned=turn.request.hints.pinned,
         )
         return self.kv.order(session, order, prompt)
 

@@ -9,7 +9,7 @@ from enum import Enum
 from opentelemetry.context import Context, get_current
 
 from contextcache.identity import Identity
-from contextcache.model import CacheRef, CacheSessionMetadata, LoadedKV, UsageFormat
+from contextcache.model import NO_PROMISE, CacheRef, CacheSessionMetadata, LoadedKV, Promise, UsageFormat
 from contextcache.phases import Phases
 from vllm_plugin.turn.answer.chat import Dialect
 from vllm_plugin.turn.answer.diagnostics import Comparison
@@ -113,6 +113,10 @@ class Turn:
     """Each continuation by another engine: `at_token` (tokens known before), pods `from` and `to`, `paused_ms`."""
     comparison: Comparison | None = None
     """The prompt beside that of the answer in `request.compared_with`; None: that names none."""
+    retain_ms: int = 0
+    """Minimum lifetime that its KV asks for; 0: none."""
+    promise: Promise = NO_PROMISE
+    """Answer of the sidecar to that."""
     loaded: LoadedKV | None = None
     no_kv: str = ""
     """Reason why no KV could be reused, or, after a create, why none is durable yet."""

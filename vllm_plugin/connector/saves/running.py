@@ -167,6 +167,8 @@ def save_plan(
         block_ids=block_ids,
         fingerprint=facts.fingerprint,
         traceparent=transfer.traceparent,
+        retain_ms=transfer.retain_ms if cache_ref == transfer.save else 0,
+        pinned=transfer.pinned,
     )
 
 

@@ -378,6 +378,8 @@ class Saver(RankParts):
             token_ids=save.packed(0, num_tokens),
             expires_at_ms=plan.expires_at_ms,
             started_at_ms=plan.started_at_ms,
+            retain_ms=plan.retain_ms,
+            pinned=plan.pinned,
             groups=[message_of(pb.KVGroup, group) for group in groups],
         )
         return sidecar.prepare_save(request, timeout_s)

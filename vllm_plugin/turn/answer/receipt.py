@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from contextcache.identity import COMPUTED_SOON, SOON_MS
-from contextcache.model import LoadedKV, UsageFormat
+from contextcache.model import NO_PROMISE, LoadedKV, UsageFormat
 
 if TYPE_CHECKING:
     from vllm_plugin.turn.turn import Turn
@@ -122,6 +122,12 @@ def usage_object(turn: Turn, usage: TurnUsage, outcome: CommitOutcome) -> dict[s
         "truncated_tokens": turn.prompt.truncated_tokens or None,
         "reason": outcome.reason or turn.no_kv or None,
         "resumed": turn.resumed or None,
+        "hints": turn.request.hints.answers(
+            turn.promise if outcome.committed else NO_PROMISE,
+            retain_ms=turn.retain_ms,
+            expires_at_ms=outcome.expires_at_ms,
+        )
+        or None,
     }
     context |= {name: value for name, value in rarer.items() if value is not None}
     return {

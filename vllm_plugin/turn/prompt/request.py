@@ -12,6 +12,7 @@ import msgspec
 from contextcache.claim import FORBIDDEN_KEYS, IF_MISSING
 from contextcache.errors import InvalidRequest
 from contextcache.fields import OUR_FIELDS
+from contextcache.hints import NO_HINTS, Hints
 from contextcache.model import (
     DEFAULT_TTL_S,
     ContextMode,
@@ -110,6 +111,7 @@ class TurnRequest:
     """Ids of a response's input items: those that a context delivered are history."""
     compared_with: str | None = None
     """Id of the earlier answer to compare prompts with; empty: there is none yet. None: no diagnostics."""
+    hints: Hints = NO_HINTS
     said: Mapping[str, Any] = field(default_factory=dict)
     """Fields that the answer repeats: a response's `previous_response_id`, `conversation`."""
 

@@ -77,6 +77,42 @@ async def test_a_sidecar_that_is_away_fails_no_patch(client, parts):
     assert answer.json()["holder"]["state"] == "unreachable"
 
 
+HINTS = {"actions": [{"action_type": "pin", "payload": {"ttl": 300}}, {"action_type": "demote"}]}
+"""The context lives for 600 s."""
+
+
+async def test_a_hint_is_answered_beside_the_context(client, parts):
+    await parts.directory.add("ctx_1", holder="pod-a")
+    parts.sidecars["pod-a"].keep(manifest_of("ctx_1"))
+    answer = await client.patch("/v1/context/ctx_1", json={"kv_hints": HINTS})
+    [granted, denied] = answer.json()["hints"]
+
+    assert granted["outcome"] == "accepted"
+    assert granted["until"] <= answer.json()["expires_at"]
+    assert (denied["outcome"], denied["reason"]) == ("denied", "unsupported")
+
+
+@pytest.mark.parametrize(("reason", "is_up", "has_kv"), [("unavailable", False, True), ("not_saved", True, False)])
+async def test_a_hint_that_cannot_be_kept_is_denied_and_the_context_is_changed(client, parts, reason, is_up, has_kv):
+    await parts.directory.add("ctx_1", holder="pod-a")
+    parts.sidecars["pod-a"].down = not is_up
+    if has_kv:
+        parts.sidecars["pod-a"].keep(manifest_of("ctx_1"))
+    answer = await client.patch("/v1/context/ctx_1", json={"kv_hints": HINTS, "metadata": {"a": "b"}})
+
+    assert (answer.status_code, answer.json()["metadata"]) == (200, {"a": "b"})
+    assert (answer.json()["hints"][0]["outcome"], answer.json()["hints"][0]["reason"]) == ("denied", reason)
+
+
+async def test_a_malformed_hint_changes_nothing(client, parts):
+    await parts.directory.add("ctx_1")
+    answer = await client.patch("/v1/context/ctx_1", json={"kv_hints": {"actions": 3}, "metadata": {"a": "b"}})
+    read = await client.get("/v1/context/ctx_1")
+
+    assert error_of(answer) == (400, "invalid_request", "kv_hints")
+    assert read.json()["metadata"] == {}
+
+
 REFUSED = [
     ({"ttl": 59}, (400, "ttl_out_of_range", "ttl")),
     ({"ttl": 7 * 24 * 3600 + 1}, (400, "ttl_out_of_range", "ttl")),

@@ -316,7 +316,7 @@ async def test_a_key_of_any_letters_is_the_same_key_for_control_calls_and_carrie
     [
         ("PATCH", "/v1/context/mine", {"tll": 90}, "tll", "unknown field `tll`: did you mean `ttl`?"),
         ("PATCH", "/v1/context/mine", {"meta_data": {}}, "meta_data", "did you mean `metadata`?"),
-        ("PATCH", "/v1/context/mine", {"color": 1}, "color", "allowed: metadata, ttl, ttl_policy"),
+        ("PATCH", "/v1/context/mine", {"color": 1}, "color", "allowed: kv_hints, metadata, ttl, ttl_policy"),
         ("POST", "/v1/context/mine/fork", {"sesion_id": "a"}, "sesion_id", "did you mean `session_id`?"),
         ("POST", "/v1/context/mine/rewind", {"genration": 1}, "genration", "did you mean `generation`?"),
         ("GET", "/v1/context?limt=5", None, "limt", "unknown query parameter `limt`: did you mean `limit`?"),

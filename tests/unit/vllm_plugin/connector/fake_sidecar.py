@@ -94,6 +94,8 @@ class FakeSidecar(EngineSidecarClient):
         """Why nothing was saved, by cache_ref."""
         self.handshakes: list[str] = []
         self.prepared: dict[str, Manifest] = {}
+        self.asked_promises: dict[str, set[tuple[int, bool]]] = {}
+        """Promises (lifetime in ms, pinned) that the announcements of each save asked for."""
         self.prepare_timeouts_s: list[float] = []
         self.early: set[str] = set()
         """Open saves of which more tokens follow."""
@@ -128,6 +130,7 @@ class FakeSidecar(EngineSidecarClient):
     @override
     def prepare_save(self, request, timeout_s):
         self._arrived_in_time("prepare_save", request, timeout_s)
+        self.asked_promises.setdefault(request.cache_ref, set()).add((request.retain_ms, request.pinned))
         token_ids = unpack_token_ids(request.token_ids)
         groups = tuple(value_of(KVGroup, group) for group in request.groups)
         manifest = with_files(
