@@ -57,7 +57,7 @@ def first_messages(spelled: msgspec.Raw, count_max: int = _MESSAGES_MAX) -> list
             break
         try:
             message, at = _JSON.raw_decode(text, at)
-            start = json.dumps(_without_marks(message), sort_keys=True)[:_PREFIX_BYTES]
+            start = json.dumps(without_marks(message), sort_keys=True)[:_PREFIX_BYTES]
         except (ValueError, RecursionError):
             # Longer than _SEARCHED_BYTES, or no JSON.
             return [*found, text[at : at + _PREFIX_BYTES].encode(errors="replace")]
@@ -77,8 +77,8 @@ def _start(spelled: msgspec.Raw) -> bytes:
     return bytes(memoryview(spelled)[:_PREFIX_BYTES])
 
 
-def _without_marks(message: Any) -> Any:
+def without_marks(message: Any) -> Any:
     """Return a message without cache marks: clients move them from turn to turn."""
     if isinstance(message, dict):
-        return {key: _without_marks(value) for key, value in message.items() if key != "cache_control"}
-    return [_without_marks(part) for part in message] if isinstance(message, list) else message
+        return {key: without_marks(value) for key, value in message.items() if key != "cache_control"}
+    return [without_marks(part) for part in message] if isinstance(message, list) else message

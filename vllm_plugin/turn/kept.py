@@ -7,7 +7,7 @@ session, no lease, no transcript, no manager: with all of those away it still hi
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contextcache.claim import RESPONSES_PATH, Claims
 from contextcache.clock import Clock
@@ -16,6 +16,7 @@ from contextcache.identity import Identity, KVTransfer, cache_salt, sign_kv_tran
 from contextcache.model import LoadedKV, ModelId
 from contextcache.names import new_cache_ref
 from vllm_plugin.turn.answer.events import begins_stream
+from vllm_plugin.turn.answer.plain_diagnostics import Asked, Diagnosed, PlainDiagnostics
 from vllm_plugin.turn.answer.receipt import TIER_SOURCES
 from vllm_plugin.turn.engine import Message, Send
 from vllm_plugin.turn.metrics import TurnMetrics
@@ -34,9 +35,17 @@ class KeptRequests:
     kv: KVStore
     clock: Clock
     metrics: TurnMetrics
+    diagnostics: PlainDiagnostics = field(default_factory=PlainDiagnostics)
 
-    def begin(self, path: str, identity: Identity, claims: Claims, send: Send) -> tuple[bytes, Send]:
-        """Return the engine's body and the `send` of its answer. Raises InvalidRequest for malformed hints."""
+    def begin(
+        self, path: str, identity: Identity, claims: Claims, send: Send, asked: Asked | None = None
+    ) -> tuple[bytes, Send]:
+        """Return the engine's body and the `send` of its answer. `asked`: its request for diagnostics.
+
+        Raises InvalidRequest for malformed hints.
+        """
+        if asked is not None:
+            send = Diagnosed(self.diagnostics, identity.tenant, asked, send)
         # Join the gateway's name and one of ours: retries of a proxy share the first.
         request_id = f"{identity.request_id[:_REQUEST_ID_CHARS]}-{secrets.token_hex(8)}"
         hints = Hints(read_hints(claims.value("kv_hints")), marked_ms(claims.body))

@@ -60,6 +60,7 @@ from vllm_plugin.turn.admission import BodyQueue
 from vllm_plugin.turn.answer.anthropic import Anthropic
 from vllm_plugin.turn.answer.chat import Dialect
 from vllm_plugin.turn.answer.keep_alive import KeepAlive, read_keep_alive
+from vllm_plugin.turn.answer.plain_diagnostics import read_asked
 from vllm_plugin.turn.answer.responses import Responses
 from vllm_plugin.turn.engine import (
     ASGIApp,
@@ -297,7 +298,8 @@ class TurnMiddleware:
         if client.identity.kept and self._kept is not None:
             claims = await self._large_bodies.read(partial(read_claims, path=client.path), raw)
             if claims is not None:
-                raw, client.send = self._kept.begin(client.path, client.identity, claims, client.send)
+                asked = await self._large_bodies.read(partial(read_asked, client.path), raw)
+                raw, client.send = self._kept.begin(client.path, client.identity, claims, client.send, asked)
         await self._pass(client, raw)
 
     async def _pass(self, client: Client, body: bytes) -> None:

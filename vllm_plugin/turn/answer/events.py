@@ -69,6 +69,10 @@ class EventSplitter:
         if len(self._buffer) > EVENT_BYTES_MAX:
             raise EngineFailed("the engine sent an event without an end")
 
+    def rest(self) -> bytes:
+        """Return the bytes of an event without its end; there are none of a whole stream."""
+        return bytes(self._buffer)
+
 
 def _event(raw: bytes, body: bytes) -> Event:
     fields: list[bytes] = []
