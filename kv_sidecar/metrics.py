@@ -179,7 +179,9 @@ class SidecarMetrics:
         )
 
         self.events = self._counter(
-            "events", "KV events published, by their type in vLLM: `BlockStored`, `BlockRemoved`.", "type"
+            "events",
+            "KV events published, by their type in vLLM: `BlockStored`, `BlockRemoved`, `AllBlocksCleared`.",
+            "type",
         )
         self.replays = self._counter(
             "event_replays",

@@ -54,7 +54,7 @@ class EventStream:
         """Number of the last batch."""
         self._kept = deque[Batch](maxlen=_BATCHES_KEPT)
         self._snapshot: list[Batch] = []
-        """The last one; of use until the next batch."""
+        """Everything stored, as of the last batch; empty: to be made."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self) -> None:
@@ -101,6 +101,7 @@ class EventStream:
         self._last += 1
         batch = self._last, self._payload(events)
         self._kept.append(batch)
+        self._snapshot = []
         self._events.send_multipart((self._topic, *_frames(batch)), flags=zmq.NOBLOCK)  # drops, never waits
         for event in events:
             self._runtime.metrics.events.labels(event["type"]).inc()
@@ -127,12 +128,15 @@ class EventStream:
 
         There are at most as many as are kept: the first number is then one that the subscriber has not had.
         """
-        if not self._snapshot or self._snapshot[-1][0] != self._last:
+        if not self._snapshot:
             last, blocks = self._last, self._view.snapshot()
             size = max(-(-len(blocks) // len(self._kept)), _BATCH_BLOCKS)
             parts = [blocks[first : first + size] for first in range(0, len(blocks), size)] or [[]]
             payloads = await self._runtime.threads.run(lambda: list(self._payloads(parts)))
-            self._snapshot = list(zip(range(last - len(parts) + 1, last + 1), payloads, strict=True))
+            snapshot = list(zip(range(last - len(parts) + 1, last + 1), payloads, strict=True))
+            if last != self._last:
+                return snapshot  # this subscriber has the batches that were published meanwhile
+            self._snapshot = snapshot
         return self._snapshot
 
     def _payloads(self, parts: Sequence[Sequence[Iterator[Event]]]) -> Iterator[bytes]:
