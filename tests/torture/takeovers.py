@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from deploy.local.progress import say
+from tests.kit.patience import PARTS
 from tests.kit.stack import KEY, MODEL, Stack
 from tests.kit.until import wait_until
 from tests.torture.report import Options, Report
@@ -37,8 +38,8 @@ STREAM_S = 240.0
 """Longest wait for one stream: a start of the engine is within it."""
 _SILENCE_S = 12
 """Longer than any gap between two tokens of a busy engine: a gap that counts as a break uses up a take-over."""
-ENV = {"TURN_ENGINE_TIMEOUT_S": str(_SILENCE_S), "TURN_RESUME_TIMEOUT_S": "180"}
-"""A stopped engine is noticed, and one that starts on two busy cores is waited for."""
+ENV = PARTS | {"TURN_ENGINE_TIMEOUT_S": str(_SILENCE_S), "TURN_RESUME_TIMEOUT_S": "180"}
+"""A stopped engine is noticed, one that starts on two busy cores is waited for, and so are Redis and the manager."""
 WORDS = ("river", "stone", "lamp", "garden", "train", "winter", "paper", "glass", "letter", "harbour")
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -54,11 +54,11 @@ from vllm_plugin.turn.answer.delivery import Delivery
 from vllm_plugin.turn.answer.diagnostics import Cause, Comparison
 from vllm_plugin.turn.answer.repeats import give_again
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
-from vllm_plugin.turn.engine import ASGIApp
+from vllm_plugin.turn.engine import ASGIApp, Engine
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.prompt.comparing import compare
-from vllm_plugin.turn.prompt.composition import compose_first, compose_turn
+from vllm_plugin.turn.prompt.composition import ComposedPrompt, compose_first, compose_turn
 from vllm_plugin.turn.prompt.matching import match, under_instructions
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, with_new_messages
 from vllm_plugin.turn.prompt.transcript import Transcript
@@ -161,8 +161,7 @@ class TurnStory:
         async with self._lease(turn):
             crash_point(BEGUN)
             self._note_served(new.session_id)
-            with child_span("turn compose"):
-                turn.prompt = await compose_first(client.engine, request)
+            turn.prompt = await self._composed(client, lambda engine: compose_first(engine, request))
             await self._compare(turn, Transcript())
             await self._run(turn)
 
@@ -196,9 +195,10 @@ class TurnStory:
                 request = under_instructions(request, transcript.messages, mode, has_stored_ids=has_ids)
                 mode = request.context_mode or mode
             found = match(transcript, request.prompt, mode=mode, has_stored_ids=has_ids)
-            turn.request = request = with_new_messages(request, found.new)
-            with child_span("turn compose"):
-                turn.prompt = await compose_turn(client.engine, request, transcript, found)
+            turn.request = with_new_messages(request, found.new)
+            turn.prompt = await self._composed(
+                client, lambda engine: compose_turn(engine, turn.request, transcript, found)
+            )
             self.metrics.count_match(turn.prompt.outcome, turn.prompt.diverged)
             await self._compare(turn, transcript)
             await self._run(turn)
@@ -255,6 +255,17 @@ class TurnStory:
         await self.manager.close()
         await self.kv.close()
         await asyncio.to_thread(self.tracer.close)
+
+    async def _composed(self, client: Client, compose: Callable[[Engine], Awaitable[ComposedPrompt]]) -> ComposedPrompt:
+        """Compose a prompt with this pod's tokeniser, or with the standby's if this pod's engine is gone."""
+        standby = client.identity.standby
+        with child_span("turn compose"):
+            try:
+                return await compose(client.engine)
+            except (EngineFailed, NoReadyEndpoint):
+                if standby is None or self.standbys is None:
+                    raise
+                return await compose(Engine(self.standbys(standby), client.scope))
 
     async def _run(self, turn: Turn) -> None:
         """Let the engine answer and deliver it, settling the turn before the last byte."""

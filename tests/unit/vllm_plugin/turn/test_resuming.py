@@ -194,6 +194,31 @@ async def test_a_standby_that_is_not_there_harms_nothing_and_the_own_engine_is_n
     assert [len(loaded) for loaded in saves] == [2] * 5  # the standby that refused has saved nothing
 
 
+async def test_a_turn_whose_engine_ends_before_it_is_asked_begins_at_the_standby(pod_of):
+    """Seen failing: the turn ended with 503, because its prompt was not tokenised."""
+
+    class Ending(BreakingEngine):
+        is_gone = False
+
+        async def __call__(self, scope, receive, send):
+            if self.is_gone:
+                await send({"type": "http.response.start", "status": 503, "headers": []})
+                await send({"type": "http.response.body", "body": b"{}"})
+            else:
+                await super().__call__(scope, receive, send)
+
+    engine, standby = Ending(), BreakingEngine("standby")
+    pod = pod_of(engine, standby)
+    created = await pod.create(prompt="Hello", max_tokens=1)
+    engine.is_gone = True
+
+    answer = await pod.ask(created.json["session_id"], prompt="tell", stream=True, max_tokens=5)
+
+    stream = Streamed(answer)
+    assert stream.complete
+    assert [(one["at_token"], one["to"]) for one in stream.usage["context"]["resumed"]] == [(0, "pod-b")]
+
+
 async def test_a_standby_that_hangs_is_left_soon(pod_of):
     """Seen failing: the first call to it had the deadline of a long tokenisation, 30 s."""
 
