@@ -65,6 +65,30 @@ async def test_a_late_subscriber_gets_everything_from_more_batches_than_are_kept
         assert kv.counted("event_replays_total", kind="snapshot")
 
 
+async def test_a_subscriber_that_does_not_read_loses_batches_and_holds_nobody_up(tmp_path: Path) -> None:
+    """Seen failing: with an unlimited queue, from which it loses none."""
+    port, number = free_ports(2), 600
+    large = {"type": "BlockRemoved", "block_hashes": [], "medium": "x" * 100_000}
+    async with SidecarUnderTest(tmp_path, events_listen=f"127.0.0.1:{port}", events_tenants=("*",)) as kv:
+        events = kv.sidecar.events
+        assert events is not None
+        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as reader:
+            reader.setsockopt(zmq.RCVHWM, 1)
+            reader.subscribe(b"")
+            reader.connect(f"tcp://127.0.0.1:{port}")
+            while not await reader.poll(20):
+                events._publish([])
+            first = int.from_bytes((await reader.recv_multipart())[1], "big")
+            for _ in range(number):
+                events._publish([large])
+            found = [first]
+            while await reader.poll(500):
+                found.append(int.from_bytes((await reader.recv_multipart())[1], "big"))
+
+        assert found == sorted(set(found))
+        assert 1 < len(found) < number
+
+
 async def test_a_malformed_request_gets_no_answer_and_the_next_one_does(tmp_path: Path) -> None:
     port = free_ports(2)
     async with SidecarUnderTest(tmp_path, events_listen=f"127.0.0.1:{port}", events_tenants=("*",)):
