@@ -2,8 +2,9 @@
 
 A real kv-sidecar process over gRPC. Twenty tenants ask for 10 000 promises on contexts of three times the disk's limit:
 half of them with the save, half once the KV is sealed. Another tenant saves contexts and loads recent ones all the
-time, without promises. Each round has two halves, in changing order: the twenty tenants ask for promises, or save as
-many contexts and make as many calls without. In each half the sidecar is killed with SIGKILL and started again.
+time, without promises. Each round has two halves, in changing order: the twenty tenants ask for promises, or save a
+quarter as many contexts, with as many calls for each, without. In each half the sidecar is killed with SIGKILL and
+started again.
 
 After each start and at the end, every promise that was accepted and is not over is loaded and compared byte by byte.
 A promise counts as accepted once its answer has come. Denials are timed at the caller. The other tenant's rate is
@@ -373,7 +374,8 @@ def main() -> int:
         try:
             for number in range(options.rounds):
                 for promises in (True, False) if number % 2 else (False, True):
-                    rate = bench.half(options.promises // options.rounds, promises=promises, kills=True)
+                    number_asked = options.promises // options.rounds // (1 if promises else 4)
+                    rate = bench.half(number_asked, promises=promises, kills=True)
                     (with_s if promises else without_s).append(rate)
                 num_left += bench.delete_some(0.02)
                 print(f"round {number + 1}: {bench.outcomes}, {bench.num_broken} broken", flush=True)

@@ -35,7 +35,7 @@ from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
 from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.ids import BlockKey, require_fingerprint
-from kv_sidecar.format.manifest import block_key, num_files
+from kv_sidecar.format.manifest import all_keys, block_key, num_files
 from kv_sidecar.intake import Intake
 from kv_sidecar.limits import Limits
 from kv_sidecar.promises import NOT_SAVED, Promises
@@ -262,7 +262,7 @@ class ContextCatalog:
 
         try:
             if save.new.pinned and save.is_whole:
-                await self.tiers.read_ahead(save.manifest())
+                await self._bring_to_pin(save.manifest())
             record = await self.manifests.publish(promised)
         except Exception as exc:
             if ref.phase is Phase.PUBLISHING:
@@ -465,8 +465,8 @@ class ContextCatalog:
 
         found = (self.manifests.live(tenant, cache_ref) for cache_ref in cache_refs)
         record = next((it for it in found if it is not None and not it.interrupted), None)
-        if record is not None and pinned:
-            await self._bring(record)
+        if record is not None and pinned and (manifest := await self.manifests.read(record, again=True)):
+            await self._bring_to_pin(manifest)
         if record is not None and promised(record) is not None:
             names = [record.cache_ref]
             changing = self.manifests.change(
@@ -494,6 +494,11 @@ class ContextCatalog:
         for record in self.manifests:
             if record.promise.pinned and self.promises.is_promised(record):
                 await self._bring(record)
+
+    async def _bring_to_pin(self, manifest: Manifest) -> None:
+        """Read KV into memory that is to be pinned there. Without room for the pin it would only displace other KV."""
+        if not self.promises.refusal(manifest.tenant, all_keys(manifest), pinned=True):
+            await self.tiers.read_ahead(manifest)
 
     async def _bring(self, record: ManifestRecord) -> None:
         with suppress(SidecarUnavailable):

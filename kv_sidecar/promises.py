@@ -63,8 +63,8 @@ class Promises:
         KV for which memory has no room is promised on disk.
         """
         self.manifests.end_promises()
-        reason = self._refusal(tenant, keys, pinned=pinned)
-        if reason and pinned:
+        reason = self.refusal(tenant, keys, pinned=pinned)
+        if pinned and (reason or not all(self.blocks.get(key).in_memory for key in keys)):
             return self.granted(tenant, keys, retain_ms=retain_ms, pinned=False)
         return Promise(reason=reason) if reason else Promise(self.runtime.clock.now_ms() + retain_ms, pinned)
 
@@ -72,10 +72,9 @@ class Promises:
         """Count an answer."""
         self.runtime.metrics.promises.labels(promise.reason or "accepted").inc()
 
-    def _refusal(self, tenant: TenantId, keys: Sequence[BlockKey], *, pinned: bool) -> str:
+    def refusal(self, tenant: TenantId, keys: Sequence[BlockKey], *, pinned: bool) -> str:
+        """Return why there is no room for a promise on these blocks; empty: there is."""
         held = [self.blocks.get(key) for key in keys]
-        if pinned and not all(block.in_memory for block in held):
-            return NO_ROOM
         share = self.limits.promised_share
         limits_bytes: dict[PromiseKind, int] = {"promise": int(share * self.blocks.usage().limit_bytes)}
         if pinned:  # engines are lent up to half of the memory, and loads need some too

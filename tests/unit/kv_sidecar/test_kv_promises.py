@@ -267,6 +267,20 @@ async def test_a_pin_stays_in_memory_and_returns_there_after_a_start(tmp_path: P
         assert kv.blocks.all_promised_bytes("pin") == 0
 
 
+async def test_a_pin_that_has_no_room_displaces_nothing_in_memory(tmp_path: Path) -> None:
+    """Seen failing: the KV was read into memory before the pin was refused, in the place of other tenants' KV."""
+    limits = {"memory_limit_bytes": 4 * CONTEXT_BYTES, "disk_limit_bytes": 4 * LIMIT_BYTES}
+    async with kv_at(tmp_path, ManualClock(), **limits) as kv:
+        new, _ = await save(kv, 1)
+        await overload(kv, count=10)
+        before = set(kv.in_memory())
+        promise = await retain(kv, new, pinned=True)
+
+        assert not set(all_keys(kv.plan(new))) & before
+        assert promise == Promise(kv.clock.now_ms() + HOUR_MS)
+        assert set(kv.in_memory()) == before
+
+
 @dataclass
 class Orphaned:
     """A manager that knows no session with these refs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contextcache.errors import SidecarUnavailable
+from contextcache.errors import LeaseLost, SidecarUnavailable
 from contextcache.identity import KV_TRANSFER_KEY, verify_kv_transfer
 from contextcache.model import Promise
 from tests.kit.fake_vllm import FakeVllm
@@ -144,6 +144,17 @@ async def test_a_turn_that_commits_nothing_promises_nothing(pod):
         "outcome": "denied",
         "reason": "not_saved",
     }
+
+
+async def test_a_refused_commit_takes_its_promise_back(pod):
+    """Seen failing: the KV is dropped, and the answer told of an accepted promise."""
+    await turn(pod, "/v1/completions")
+    pod.sidecar.promise = Promise(pod.clock.now_ms() + 600_000)
+    pod.manager.fault = ("commit_turn", LeaseLost("gone"))
+    answer = await turn(pod, "/v1/completions", prompt=" more", kv_hints=HINTS)
+
+    assert not answer.json["usage"]["context"]["committed"]
+    assert told(answer)[0]["reason"] == "not_saved"
 
 
 @pytest.mark.parametrize("path", sorted(BODIES))
