@@ -43,6 +43,12 @@ class DirectoryInProcess(ContextCacheManager):
         begun = await super().begin_turn(*arguments, **options)
         return begun.session, begun.transcript()
 
+    async def read_transcript(self, tenant, session_id, *, generation=None):
+        self._maybe_fail("read_transcript")
+        return await self.begin_turn(
+            tenant, session_id, lease_id="reader", lease_ttl_ms=1, read_only=True, at_generation=generation
+        )
+
     async def commit_turn(self, commit):
         self._maybe_fail("commit_turn")
         return await super().commit_turn(commit)

@@ -30,6 +30,7 @@ from contextcache.errors import (
     ContextNotFound,
     ContextQuotaExceeded,
     EngineFailed,
+    GenerationGone,
     InvalidRequest,
     ModelMismatch,
     NoReadyEndpoint,
@@ -219,22 +220,11 @@ class TurnStory:
         if named not in ((own.session_id, own.generation), own.forked_from if own.generation == 1 else None):
             try:
                 async with asyncio.timeout(LOOK_UP_S):
-                    session, segments = await self.manager.begin_turn(
-                        own.tenant,
-                        named[0],
-                        lease_id=turn.lease_id,
-                        lease_ttl_ms=self.settings.lease_ttl_ms,
-                        read_only=True,
-                    )
-            except (ContextNotFound, ContextExpired):
+                    session, segments = await self.manager.read_transcript(own.tenant, named[0], generation=named[1])
+            except (ContextNotFound, ContextExpired, GenerationGone):
                 return
             except (ContextCacheError, TimeoutError):
                 turn.comparison = Comparison(Cause.UNKNOWN)
-                return
-            if session.generation != named[1]:
-                # Nothing tells which part of a longer transcript an older generation had.
-                cause = Cause.UNKNOWN if named[1] < session.generation else Cause.NOT_FOUND
-                turn.comparison = Comparison(cause)
                 return
             transcript = Transcript(segments)
         turn.comparison = compare(turn.prompt, turn.request, session, transcript)

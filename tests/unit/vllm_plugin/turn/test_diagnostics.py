@@ -213,24 +213,30 @@ async def test_another_tenants_answer_is_not_found(pod):
     assert absent.json["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
 
 
-async def test_an_older_generation_cannot_be_compared(pod):
+async def test_an_older_generation_is_compared_as_it_was(pod):
+    """Seen failing: beside the newest transcript the whole history was longer, and the hit a `cache_miss`."""
     first = await response(pod, "mine", FIRST)
     await response(pod, "mine", "And a lake?")
-    answer = await response(pod, "mine", "And a sea?", compared=first.json["id"])
+    pod.engine.cached_tokens = 9
+    same = await response(pod, "other", FIRST, compared=first.json["id"])
+    edited = await response(pod, "third", [{"role": "user", "content": "Name a sea!"}], compared=first.json["id"])
 
-    assert answer.json["prompt_cache_diagnostics"] == {"type": "unavailable"}
+    assert same.json["prompt_cache_diagnostics"] == {"type": "cache_hit"}
+    assert edited.json["prompt_cache_diagnostics"]["reason"] == "input_changed"
+
+
+async def test_a_generation_that_was_replaced_is_not_found(pod):
+    await response(pod, "mine", FIRST)
+    second = await response(pod, "mine", "And a lake?")
+    await pod.manager.rewind("demo", "mine", generation=1)
+    answer = await response(pod, "mine", "And a sea?", compared=second.json["id"])
+
+    assert answer.json["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
 
 
 async def test_a_comparison_that_cannot_be_read_costs_no_answer(pod):
     first = await response(pod, "mine", FIRST)
-    begin_turn = pod.manager.begin_turn
-
-    async def away(tenant, session_id, **given):
-        if session_id == "mine":
-            raise StoreUnavailable("away")
-        return await begin_turn(tenant, session_id, **given)
-
-    pod.manager.begin_turn = away
+    pod.manager.fault = ("read_transcript", StoreUnavailable("away"))
     answer = await response(pod, "other", NEXT, compared=first.json["id"])
 
     assert answer.status == 200
