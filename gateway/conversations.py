@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from contextcache.errors import (
+    ContextBusy,
     ContextCacheError,
     ContextExpired,
     ContextNotFound,
@@ -174,12 +175,15 @@ class Conversations:
         self, tenant: TenantId, response: str
     ) -> tuple[CacheSessionMetadata, Segments, list[PlacedItem], int]:
         """Return a response's context, its transcript up to the answer, the items of that, and its generation."""
-        named = generation_named(response) if response.startswith("resp_") else None
+        named = generation_named(response)
         if named is None:
             raise _no_response(response)
         name, generation = named
         with _telling_no_response(response), self._reads.request(tenant):
-            session, segments = await self._manager.read_transcript(tenant, name, generation=generation)
+            try:
+                session, segments = await self._manager.read_transcript(tenant, name, generation=generation)
+            except ContextBusy as exc:  # its first turn has not ended
+                raise _no_response(response) from exc
             if not segments or segments[-1].kind is not SegmentKind.ANSWER:
                 raise _no_response(response)
             return session, segments, await asyncio.to_thread(items_of, segments, name=name), generation

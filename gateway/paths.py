@@ -32,8 +32,8 @@ OBJECT_PATHS = {
     f"{CONVERSATIONS_PATH}/{_ID}": "GET, POST, DELETE",
     f"{CONVERSATIONS_PATH}/{_ID}/items": "GET, POST",
     f"{CONVERSATIONS_PATH}/{_ID}/items/{_ID}": "GET, DELETE",
-    f"{RESPONSES_PATH}/{_ID}": "GET, DELETE",
-    f"{RESPONSES_PATH}/{_ID}/input_items": "GET",
+    f"{RESPONSES_PATH}/resp_{_ID}": "GET, DELETE",
+    f"{RESPONSES_PATH}/resp_{_ID}/input_items": "GET",
 }
 """Methods of OpenAI's stored objects, by the regular expression of their path."""
 CONTEXT_CHANGES = ("fork", "rewind")

@@ -29,7 +29,10 @@ LONG = "x" * 20_000
 """More than the toy's window."""
 CREATE, ONE = "/v1/context", "/v1/context/{session_id}"
 FORK, REWIND = f"{ONE}/fork", f"{ONE}/rewind"
+TALKS, TALK = "/v1/conversations", "/v1/conversations/{conversation_id}"
+ITEMS = f"{TALK}/items"
 CHANGES = {CREATE: {"model": MODEL, "prompt": "Hi"}, ONE: {"ttl": 600}, FORK: {}, REWIND: {"generation": 1}}
+CHANGES |= {TALKS: {}, TALK: {"metadata": {}}, ITEMS: {"items": [{"role": "user", "content": "Hi"}]}}
 TURNS = {
     "/v1/completions": {"model": MODEL, "prompt": " more"},
     "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
@@ -37,12 +40,14 @@ TURNS = {
     "/v1/responses": {"model": MODEL, "input": "Hi"},
 }
 WRONG = {CREATE: {"prompt": 5}, ONE: {"colour": 1}, FORK: {"generation": "x"}, REWIND: {"generation": 0}}
+WRONG |= {path: {"colour": 1} for path in (TALKS, TALK, ITEMS)}
 CODES = (
     "invalid_request", "model_mismatch", "ttl_out_of_range", "context_length_exceeded", "invalid_api_key",
     "context_not_found", "context_exists", "context_busy", "generation_mismatch", "generation_gone", "context_expired",
     "body_too_large", "context_quota_exceeded", "store_unavailable", "operator_only", "previous_response_not_found",
 )  # fmt: skip
 RACES = {(path, "context_exists") for path in TURNS} | {(CREATE, code) for code in ("context_busy", "context_expired")}
+RACES |= {("/v1/responses/{response_id}", "context_busy"), (ITEMS, "context_quota_exceeded")}
 """Of two that create one context at once, and of creates that come again: test_changes.py and test_repeats.py."""
 
 
@@ -113,6 +118,16 @@ def differing(path, code):
     return {}, "ctx_mine"
 
 
+def ids_of(name):
+    return {
+        "session_id": name,
+        "conversation_id": name,
+        "item_id": "msg_1",
+        "response_id": f"resp_1_{name}",
+        "model": "nobodys",
+    }
+
+
 async def asked(front, method, path, code):
     """Return status and code of the answer to what is asked so that it gets this error."""
     more, name = differing(path, code)
@@ -129,9 +144,7 @@ async def asked(front, method, path, code):
         query = ""
     if path == "/v1/deployment" and code == "invalid_request":
         headers["authorization"] = f"Bearer {OPERATOR_KEY}"
-    async with front.request(
-        method, path.format(session_id=name, model="nobodys") + query, data=data, headers=headers
-    ) as answer:
+    async with front.request(method, path.format(**ids_of(name)) + query, data=data, headers=headers) as answer:
         return await code_of(answer)
 
 

@@ -73,9 +73,8 @@ def test_the_document_has_the_routes_of_the_gateway_and_the_carried_calls(docume
 
 
 def test_every_operation_is_a_call_that_the_gateway_knows(document):
-    kinds = {
-        kind_of(method, path.replace("{", "").replace("}", ""), frozenset()) for method, path, _ in operations(document)
-    }
+    paths = [(method, path.replace("{response_id}", "resp_1_ctx")) for method, path, _ in operations(document)]
+    kinds = {kind_of(method, path.replace("{", "").replace("}", ""), frozenset()) for method, path in paths}
 
     assert kinds == {Kind.CONTROL, Kind.CREATE, Kind.COMPLETION, Kind.OWN}
 
