@@ -376,13 +376,17 @@ def _store(result: Mapping[str, Any]) -> str:
 
 def _vllm_versions(result: Mapping[str, Any]) -> str:
     versions = sorted(result["versions"], key=lambda version: tuple(map(int, version.split("."))))
-    promises = list(result["versions"][versions[-1]]["rows"])
+    promises = list(dict.fromkeys(row for version in versions for row in result["versions"][version]["rows"]))
 
-    def cell(seen: Mapping[str, Any]) -> str:
+    def cell(seen: Mapping[str, Any] | None) -> str:
+        if seen is None:
+            return "not run"
         total = seen["passed"] + len(seen["failed"])
         return "yes" if not seen["failed"] else f"{seen['passed']} of {total}" if seen["passed"] else "no"
 
-    rows = [[promise, *(cell(result["versions"][each]["rows"][promise]) for each in versions)] for promise in promises]
+    rows = [
+        [promise, *(cell(result["versions"][each]["rows"].get(promise)) for each in versions)] for promise in promises
+    ]
     return _table(["vLLM", *versions], rows)
 
 

@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ARGUMENTS_ENV = "CONTEXT_CACHE_ARGUMENTS"
 """JSON in vLLM's environment: `arguments` to add, and `port` and `https` of the release."""
@@ -27,7 +28,13 @@ COMMAND_LINE = "vllm.entrypoints.cli.main"
 _DEFAULT_PORT = "8000"
 """vLLM's port without `--port`."""
 _OTHER_SERVERS = ("headless", "uds", "grpc")
-_CONNECTORS = ("kv-transfer-config", "kv-offloading-size", "kv-offloading-backend")
+_TRANSFER = "kv-transfer-config"
+_CONNECTORS = (_TRANSFER, "kv-offloading-size", "kv-offloading-backend")
+_TESTED_BESIDE = frozenset({"ExampleConnector"})
+"""Connectors that ours was tested with under vLLM's MultiConnector: docs/guides/other-connectors.md."""
+_POLICY, _RECOMPUTE = "kv_load_failure_policy", "recompute"
+_FIELDS = frozenset({"kv_connector", "kv_role", "kv_connector_extra_config", _POLICY})
+"""Fields of a connector's own config that mean the same under a MultiConnector."""
 _CERTIFICATES = ("ssl-certfile", "ssl-keyfile", "ssl-ca-certs")
 
 
@@ -38,8 +45,10 @@ def add_arguments(argv: list[str], orig_argv: Sequence[str], environ: Mapping[st
         return
     release = json.loads(environ[ARGUMENTS_ENV])
     arguments: list[str] = release["arguments"]
-    if words[-len(arguments) :] == arguments:  # a wrapper in Python executed vLLM with its own arguments
+    num_added = len(arguments)
+    if words[-num_added:] == _beside(words[:-num_added], arguments):  # a wrapper in Python executed vLLM with its own
         return
+    arguments = _beside(words, arguments)
     refused = _refusal_at_start(words, environ, port=release["port"], https=release["https"])
     if refused is not None:
         reason, message = refused
@@ -64,11 +73,17 @@ def refusal(options: Mapping[str, str], *, rust: str, port: int, https: bool) ->
         return next((name for name in names if name in given), None)
 
     connector, server, certificate = first(_CONNECTORS), first(_OTHER_SERVERS), first(_CERTIFICATES)
+    is_untested = connector is not None and _tested_connector(options) is None
+    tested = ", ".join(sorted(_TESTED_BESIDE))
     host, listens_on = options.get("host", ""), options.get("port", _DEFAULT_PORT)
     release = "the release adds another certificate" if https else "the release's gateway sends HTTP"
     obstacles = (
         (_is_on(rust), "rust-frontend", f"vLLM's Rust front end takes no ids of a chat: remove {RUST_FRONT_END_ENV}"),
-        (connector, "kv-connector", f"the engine already has a KV connector (--{connector})"),
+        (
+            is_untested,
+            "kv-connector",
+            f"the engine already has a KV connector (--{connector}) that is not tested beside ours; tested: {tested}",
+        ),
         (server, "server", f"with --{server} vLLM serves no HTTP on a port of this pod"),
         (certificate, "server", f"the engine has its own certificate (--{certificate}), but {release}"),
         (host == "localhost" or _is_loopback(host), "server", f"the engine listens on {host} only"),
@@ -84,13 +99,41 @@ def refusal(options: Mapping[str, str], *, rust: str, port: int, https: bool) ->
 def read_options(words: Sequence[str]) -> dict[str, str]:
     """Return the options among vLLM's arguments by name. As in vLLM, the last value of a name counts."""
     options: dict[str, str] = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         if word == "--":
             break
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             options[name.replace("_", "-")] = value if equals else following
     return options
+
+
+def _tested_connector(options: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the config of the engine's only connector if it was tested beside ours, else None."""
+    if [name for name in options if name.partition(".")[0] in _CONNECTORS] != [_TRANSFER]:
+        return None
+    try:
+        config = json.loads(options[_TRANSFER])
+    except ValueError:
+        return None
+    is_known = (
+        isinstance(config, dict) and not config.keys() - _FIELDS and config.get(_POLICY, _RECOMPUTE) == _RECOMPUTE
+    )
+    return config if is_known and config.get("kv_connector") in _TESTED_BESIDE else None
+
+
+def _beside(words: Sequence[str], arguments: list[str]) -> list[str]:
+    """Return our arguments with both connectors if vLLM's own arguments have a tested one. The last value counts."""
+    theirs = _tested_connector(read_options(words))
+    if theirs is None:
+        return arguments
+    place = arguments.index(f"--{_TRANSFER}") + 1
+    ours = json.loads(arguments[place])
+    ours["kv_connector_extra_config"] = {**ours["kv_connector_extra_config"], "layout": ""}
+    both = {"connectors": [ours, theirs]}
+    config = {"kv_connector": "MultiConnector", "kv_role": "kv_both", _POLICY: _RECOMPUTE}
+    combined = json.dumps({**config, "kv_connector_extra_config": both})
+    return [*arguments[:place], combined, *arguments[place + 1 :]]
 
 
 def _engine_words(argv: Sequence[str], orig_argv: Sequence[str]) -> list[str] | None:

@@ -22,6 +22,7 @@ from vllm.config import (
     ParallelConfig,
     SchedulerConfig,
     VllmConfig,
+    set_current_vllm_config,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
@@ -138,7 +139,8 @@ class SchedulerLoop:
             hash_block_size=BLOCK_TOKENS,
         )
         self.connector = self.scheduler.connector
-        self.worker = type(self.connector)(self.vllm_config, KVConnectorRole.WORKER, kv_cache_config)
+        with set_current_vllm_config(self.vllm_config):  # as vLLM does in workers, and nowhere else
+            self.worker = type(self.connector)(self.vllm_config, KVConnectorRole.WORKER, kv_cache_config)
         self.kv: dict[str, torch.Tensor] = {}
         for name in LAYERS:
             # Layers of different groups lie over each other, as vLLM lays them.
@@ -146,7 +148,9 @@ class SchedulerLoop:
             for group in range(len(config.windows)):
                 self.kv[names_of(group)[LAYERS.index(name)]] = memory
         self.worker.register_kv_caches(self.kv)
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        self.hear_worker()
+        self._invalid: set[int] = set()
+        """Blocks that another connector failed to load in this step: vLLM computes them again."""
         self.finished: dict[str, list[int]] = {}
         """Output token ids of finished requests."""
         self.outputs: dict[str, list[int]] = {}
@@ -154,6 +158,11 @@ class SchedulerLoop:
         """What the toy engine has in memory for LoRA adapters, by their number."""
         self.computed: dict[str, int] = {}
         """Tokens the toy model computed, by request."""
+
+    def hear_worker(self) -> None:
+        """Hand the worker's news to the scheduler, as the first step does."""
+        news = self.worker.build_connector_worker_meta()
+        self.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=news))
 
     def close(self) -> None:
         self.connector.shutdown()
@@ -193,13 +202,18 @@ class SchedulerLoop:
         for name in output.num_scheduled_tokens:
             if (adapter := self.scheduler.requests[name].lora_request) is not None:
                 self.worker.worker_side.adapters.seen(adapter, self.adapters[adapter.lora_int_id])
+        if output.has_sync_kv_loads:
+            self.worker.start_load_kv(None, scheduler_output=output)
+        self._invalid = self.worker.get_block_ids_with_load_errors()
         sampled = [self._forward(name, count) for name, count in output.num_scheduled_tokens.items()]
-        self.worker.start_load_kv(None, scheduler_output=output)
+        if not output.has_sync_kv_loads:
+            self.worker.start_load_kv(None, scheduler_output=output)
         results = self.worker.get_transfer_results(output.finished_req_ids)
         kv_output = KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
+            invalid_block_ids=self._invalid,
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
         self.worker.clear_connector_metadata()
@@ -244,7 +258,7 @@ class SchedulerLoop:
                 assert not wait(live, timeout_s).not_done, "a transfer thread hangs"
 
     def _pools(self) -> list[Any]:
-        worker, scheduler = self.worker.worker_side, self.connector.scheduler_side
+        worker, scheduler = ours(self.worker).worker_side, ours(self.connector).scheduler_side
         return [
             scheduler._lookup._pool,
             worker._load_pool,
@@ -275,6 +289,8 @@ class SchedulerLoop:
         for group, (window, block_ids) in enumerate(zip(self._windows, tables, strict=True)):
             first = max(0, end - count - window + 1) if window else 0
             for position in range(first, end - count):
+                if block_ids[position // BLOCK_TOKENS] in self._invalid:
+                    continue
                 for held, expected in self._places(request, group, block_ids, position):
                     assert bool((held == expected).all()), f"wrong KV at {position} of {request_id}, group {group}"
         for group, block_ids in enumerate(tables):
@@ -295,6 +311,11 @@ class SchedulerLoop:
             if request.lora_request is not None:
                 value += self.adapters[request.lora_request.lora_int_id].shift
             yield self.kv[name][block, :, position % BLOCK_TOKENS], value
+
+
+def ours(connector: Any) -> Any:
+    """Return our connector, which may be one under a MultiConnector."""
+    return next(each for each in getattr(connector, "sub_connectors", [connector]) if hasattr(each, "connect_sidecar"))
 
 
 class ToyAdapter:

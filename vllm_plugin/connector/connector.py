@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -28,8 +28,9 @@ from contextcache.clock import Clock
 from contextcache.process.logs import show_logs_of
 from contextcache.process.settings import read_secret
 from kv_sidecar.client import EngineSidecarClient, open_arena
-from vllm_plugin.connector.engine_check import LayerGroup, UncarriedEngine, carried_groups
+from vllm_plugin.connector.engine_check import LayerGroup, UncarriedEngine, carried_groups, check_failure_policy
 from vllm_plugin.connector.identity.adapters import AdapterWord
+from vllm_plugin.connector.identity.sleeps import WeightsWord
 from vllm_plugin.connector.metadata import ArenaWord, LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.scheduler_side import SchedulerSide
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -53,31 +54,34 @@ class ConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
     """How long this step, which computes nothing, may wait for a load to end."""
     adapters: tuple[int, ...] = ()
     """Numbers of LoRA adapters whose digests the scheduler needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not followed by mypy
-    """Facts of one worker, sent to the scheduler once."""
-
-    facts: RankFacts | None
-    """None: this rank's KV cannot be carried."""
-    uncarried: tuple[str, str] = ("", "")
-    """Reason and text of an UncarriedEngine."""
+    weights: int = 0
+    """Number of the scheduler's question whether the weights are those before the last sleep; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not followed by mypy
     """News of one step, sent by the workers to the scheduler."""
 
-    ended_saves: frozenset[str]
+    ended_saves: frozenset[str] = frozenset()
     """cache_refs of saves that were sealed or ended without one."""
     adapters: tuple[AdapterWord, ...] = ()
     arenas: tuple[ArenaWord, ...] = ()
+    ranks: tuple[RankFacts, ...] = ()
+    """Facts of ranks, in their first news. vLLM's handshake has room for one connector's."""
+    uncarried: tuple[str, str] | None = None
+    """Reason and text of a rank's UncarriedEngine."""
+    weights: tuple[WeightsWord, ...] = ()
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
-        ended_saves = self.ended_saves | other.ended_saves
-        return WorkerNews(ended_saves, self.adapters + other.adapters, self.arenas + other.arenas)
+        return WorkerNews(
+            self.ended_saves | other.ended_saves,
+            self.adapters + other.adapters,
+            self.arenas + other.arenas,
+            self.ranks + other.ranks,
+            self.uncarried or other.uncarried,
+            self.weights + other.weights,
+        )
 
 
 class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not followed by mypy
@@ -106,13 +110,15 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         self._settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         secret = _read_secret(self._settings)
         self._ended_saves: set[str] = set()
-        self._handshake: RankHandshake | None = None
-        """Facts of this rank; None: not known yet."""
+        self._first_news = WorkerNews()
+        """Facts of this rank, until they are told."""
         groups: Sequence[LayerGroup] = ()
         try:
+            if role == KVConnectorRole.WORKER:
+                check_failure_policy(vllm_config)
             groups = carried_groups(vllm_config, kv_cache_config)
         except UncarriedEngine as exc:
-            self._handshake = RankHandshake(None, (exc.reason, exc.text))
+            self._first_news = WorkerNews(uncarried=(exc.reason, exc.text))
         if role == KVConnectorRole.SCHEDULER:
             self._side = self.scheduler_side = SchedulerSide(
                 vllm_config,
@@ -122,8 +128,8 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 clock=self.clock,
                 reads_unheld=not _zeroes_early(vllm_config, kv_cache_config),
             )
-            if self._handshake is not None:
-                self.scheduler_side.leave_alone(*self._handshake.uncarried)
+            if self._first_news.uncarried is not None:
+                self.scheduler_side.leave_alone(*self._first_news.uncarried)
         else:
             self._side = self.worker_side = WorkerSide(
                 vllm_config,
@@ -152,10 +158,16 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         return False
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003  # the interface of vLLM 0.33
+        """Answer yes: stored KV outlives a sleep (identity/sleeps.py)."""
+        return True
+
+    @classmethod
     @override
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Ask a GPU for blocks with all their layers side by side: one copy moves a block. The CPU knows one layout."""
-        return "LBHNC" if vllm_config.device_config.device_type == "cpu" else "BLNHC"
+        settings = ConnectorSettings.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return None if vllm_config.device_config.device_type == "cpu" else settings.layout or None
 
     @override
     def shutdown(self) -> None:
@@ -185,14 +197,8 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     # Scheduler
 
     @override
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
-        ranks = []
-        for handshake in metadata.values():
-            if handshake.facts is None:
-                self.scheduler_side.leave_alone(*handshake.uncarried)
-                return
-            ranks.append(handshake.facts)
-        self.scheduler_side.learn_ranks(ranks)
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Ignore the handshake: a MultiConnector passes each child that of the first one that has any."""
 
     @override
     def on_new_request(self, request: Any) -> None:
@@ -211,7 +217,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         loads, saves, overtaken = self.scheduler_side.take_plans(scheduler_output)
         side = self.scheduler_side
         identity, asked = side.identity.take_news(), side.adapters.take_asked()
-        return ConnectorMetadata(loads, saves, identity, overtaken, side.idle_wait_s(), asked)
+        return ConnectorMetadata(loads, saves, identity, overtaken, side.idle_wait_s(), asked, side.take_question())
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
@@ -221,6 +227,10 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             self.scheduler_side.saves_ended(news.ended_saves)
             self.scheduler_side.adapters.learn(news.adapters)
             self.scheduler_side.learn_arenas(news.arenas)
+            if news.uncarried is not None:
+                self.scheduler_side.leave_alone(*news.uncarried)
+            self.scheduler_side.learn_ranks(news.ranks)
+            self.scheduler_side.learn_weights(news.weights)
 
     @override
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -236,6 +246,11 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         return self.scheduler_side.finished(request, block_ids), None
 
     @override
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See `request_finished_all_groups`. A MultiConnector with a child without hybrid memory calls this."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @override
     def reset_cache(self) -> bool | None:
         """Answer `reset_prefix_cache(reset_connector=True)`: pause, sleep and weight updates call it."""
         return isinstance(self._side, WorkerSide) or self._side.reset()
@@ -244,17 +259,20 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._handshake is not None and self._handshake.facts is None:
+        if self._first_news.uncarried is not None:
             return
         try:
-            self.worker_side.register_kv_caches(kv_caches)
-            self._handshake = RankHandshake(self.worker_side.facts)
+            self._first_news = WorkerNews(ranks=(self.worker_side.register_kv_caches(kv_caches),))
         except UncarriedEngine as exc:
-            self._handshake = RankHandshake(None, (exc.reason, exc.text))
+            self._first_news = WorkerNews(uncarried=(exc.reason, exc.text))
 
-    @override
-    def get_handshake_metadata(self) -> RankHandshake | None:
-        return self._handshake
+    def unregister_kv_caches(self) -> None:  # vLLM 0.33
+        """Let go of the engine's memory before a sleep unmaps it. It is mapped at the same addresses again."""
+        self.worker_side.let_go()
+
+    def restore_kv_caches(self) -> None:  # vLLM 0.33
+        """Use the engine's memory again."""
+        self.worker_side.is_asleep = False
 
     @override
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -269,6 +287,8 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         if metadata.fingerprint_json:
             self.worker_side.adopt(metadata.fingerprint_json)
         self.worker_side.adapters.ask(metadata.adapters)
+        if metadata.weights:
+            self.worker_side.compare_weights(metadata.weights)
         self.worker_side.start(metadata.loads, metadata.saves, metadata.overtaken)
         self.worker_side.wait(metadata.idle_wait_s)
 
@@ -296,7 +316,10 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     def build_connector_worker_meta(self) -> WorkerNews | None:
         ended, self._ended_saves = self._ended_saves, set()
         words, arenas = self.worker_side.adapters.take_words(), self.worker_side.take_arena_news()
-        return WorkerNews(frozenset(ended), words, arenas) if ended or words or arenas else None
+        first, self._first_news = self._first_news, WorkerNews()
+        weights = self.worker_side.take_weights()
+        news = WorkerNews(frozenset(ended), words, arenas, first.ranks, first.uncarried, weights)
+        return None if news == WorkerNews() else news
 
 
 def _zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
@@ -312,3 +335,9 @@ def _read_secret(settings: ConnectorSettings) -> bytes:
         return read_secret(Path(settings.secret_file))
     except OSError as exc:
         raise ValueError(f"secret file {settings.secret_file} is not readable") from exc
+
+
+# A MultiConnector looks the class of a child's counts up by its name.
+KVConnectorFactory.register_connector(
+    ContextCacheConnector.__name__, "vllm_plugin.connector", ContextCacheConnector.__name__
+)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVQuantMode,
@@ -51,11 +52,20 @@ class LayerGroup:
     layer_names: tuple[str, ...]
 
 
-def carried_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[LayerGroup, ...]:
-    """Return the groups of an engine. Raises UncarriedEngine when its KV cannot be saved and loaded page by page."""
-    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+def check_failure_policy(vllm_config: Any) -> None:
+    """Raise UncarriedEngine if vLLM ends requests whose load has failed. Called in a worker.
+
+    A connector under a MultiConnector sees its own policy, and vLLM obeys the MultiConnector's. vLLM's current config
+    has that one, and only workers have a current config.
+    """
+    engine = get_current_vllm_config_or_none() or vllm_config
+    if engine.kv_transfer_config.kv_load_failure_policy != "recompute":
         text = 'a failed load would end its request: set "kv_load_failure_policy": "recompute"'
         raise UncarriedEngine("failure_policy", text)
+
+
+def carried_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[LayerGroup, ...]:
+    """Return the groups of an engine. Raises UncarriedEngine when its KV cannot be saved and loaded page by page."""
     if vllm_config.model_config.is_encoder_decoder:
         raise UncarriedEngine("encoder_decoder", "encoder-decoder models keep KV of data outside the prompt")
     parallel = vllm_config.parallel_config

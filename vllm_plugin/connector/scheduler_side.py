@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
+
+from vllm.v1.request import RequestStatus
 
 from contextcache.clock import Clock
 from contextcache.errors import ForgedIdentity
@@ -24,6 +26,7 @@ from kv_sidecar.client import restorable_tokens
 from vllm_plugin.connector.engine_check import NULL_BLOCK
 from vllm_plugin.connector.identity.adapters import UNKNOWN, KnownAdapters, are_mixed_up
 from vllm_plugin.connector.identity.fingerprint import EngineIdentity
+from vllm_plugin.connector.identity.sleeps import WeightsWord
 from vllm_plugin.connector.loads.load_estimate import LoadEstimate
 from vllm_plugin.connector.loads.lookup import Lookup, Lookups, Match, PendingSaves
 from vllm_plugin.connector.metadata import Adapter, ArenaWord, LoadPlan, RankFacts, SavePlan, load_pieces
@@ -37,6 +40,7 @@ from vllm_plugin.connector.transfer import Reporter
 log = logging.getLogger(__name__)
 
 _WEIGHTS_CHANGED = "weights_changed"
+_RANKS_UNKNOWN = "ranks_unknown"
 _SLOWER = "slower_than_computing"
 _NOT_FOUND = Match(None)
 _DECODED_TOKENS = 16
@@ -47,7 +51,7 @@ class LoadPhase(Enum):
     """Phase of a request's load."""
 
     LOOKING = "looking"
-    """The look-up is in flight, or waits for the adapter's digest."""
+    """The look-up is in flight, or waits for facts of the ranks or of the adapter."""
     NOTHING = "nothing"
     """Nothing is loaded for this request: `Load.reason`."""
     FOUND = "found"
@@ -100,8 +104,12 @@ class Load:
     """Tokens of it were computed before the weights were given up for changed."""
     adapter: Adapter | None = None
     """LoRA adapter, once its digest is known."""
-    adapter_by_ms: int = 0
-    """Deadline of the wait for that digest; 0: no wait."""
+    is_named: bool = True
+    """Whether the facts that name its KV are known: those of the ranks, of the weights and of its adapter."""
+    named_by_ms: int = 0
+    """Deadline of the wait for them, from the first question of vLLM on; 0: it has not asked yet."""
+    counts_from_step: int = 0
+    """Number of the step from which its computed tokens count: until then another connector may fail to load them."""
 
     def move(self, event: str) -> None:
         """Change the phase."""
@@ -152,11 +160,21 @@ class SchedulerSide:
         self.counters = Counters()
         self._tracer = connector_tracer(settings, self.counters)
         self.identity = EngineIdentity()
+        self._ranks: dict[int, RankFacts] = {}
+        self._world_size = int(vllm_config.parallel_config.world_size)
+        self._num_steps = 0
+        self._question, self._asked = 0, 0
+        """Numbers of the question of the last reset to the workers, and of the last one that they were asked."""
+        self._asks_weights = False
+        self._weights: dict[int, int] = {}
+        """Answers of ranks: see WeightsWord."""
         self._left_alone = ""
         """Why nothing of this engine is saved or loaded, as a short fixed phrase; empty: something may be."""
         self._requests: dict[str, Load] = {}
         self._without_arena: set[int] = set()
         """Ranks without the sidecar's memory."""
+        self._admitted: dict[str, Load] = {}
+        """Requests that have engine blocks, and that no step has computed since."""
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
         self.idle = IdleEngine(may_wait=is_alone(vllm_config))
@@ -186,13 +204,32 @@ class SchedulerSide:
         self.counters.add("left_alone", reason)
         log.warning("KV of this engine is not saved or loaded", extra={"reason": reason, "why": text})
 
-    def learn_ranks(self, ranks: Iterable[RankFacts]) -> None:
-        """Take the workers' facts. When they differ, nothing is loaded or saved."""
-        if not self.identity.learn(ranks):
+    def learn_ranks(self, ranks: Sequence[RankFacts]) -> None:
+        """Take facts of workers. When they differ, nothing is loaded or saved."""
+        self._ranks |= {rank.rank: rank for rank in ranks}
+        if not ranks or len(self._ranks) < self._world_size:
+            return
+        if not self.identity.learn(self._ranks.values()):
             self.leave_alone("ranks_differ", "ranks have different fingerprints: their weights or settings differ")
         elif not self.identity.are_weights_known:
             self.counters.add("unknown_weights")
             log.warning("weights unknown, their KV will not outlive this engine")
+
+    def take_question(self) -> int:
+        """Return the number of a question for the workers, once: whether the weights are those before the sleep."""
+        if not self._asks_weights or self._asked == self._question:
+            return 0
+        self._asked = self._question
+        return self._question
+
+    def learn_weights(self, words: Iterable[WeightsWord]) -> None:
+        """Take the workers' answers. When all have slept as often as the engine was reset, stored KV is used again."""
+        for word in words:
+            if word.number == self._question:
+                self._weights[word.rank] = word.num_sleeps
+        if self.identity.is_in_doubt and len(self._weights) == self._world_size:
+            numbers = set(self._weights.values())
+            self.identity.settle(numbers.pop() if len(numbers) == 1 else 0)
 
     def learn_arenas(self, words: Iterable[ArenaWord]) -> None:
         """Take the workers' word on the sidecar's memory. Without it on every rank, nothing is promised."""
@@ -205,6 +242,7 @@ class SchedulerSide:
         Called when the engine is told to forget: weights may change. Returns False while a load is under way.
         """
         self.identity.move()
+        self._question, self._asks_weights, self._weights = self._question + 1, False, {}
         self._pending_saves.clear()
         self._saved_again.clear()
         self.counters.add("forgotten")
@@ -229,10 +267,8 @@ class SchedulerSide:
         if transfer is None:
             return
         load = self._requests[request.request_id] = Load(transfer, request, time.monotonic())
-        if (facts := self._facts) is None:
-            reason = self._left_alone or "ranks_unknown"
-            load.give_up(reason)
-            self._abandon(request, transfer, reason)
+        if self._left_alone:
+            load.give_up(self._left_alone)
         elif request.mm_features:
             # Token ids alone do not identify the KV.
             self._leave_out(load, "multimodal")
@@ -240,11 +276,9 @@ class SchedulerSide:
             self._leave_out(load, "prompt_embeds")
         elif request.lora_request is None and self._mixes_adapters:
             self._leave_out(load, "adapters_mixed_up")
-        elif request.lora_request is None:
-            self._start(load, facts)
         else:
-            load.adapter_by_ms = self._clock.now_ms() + self._settings.manifest_deadline_ms
-            self._awaits_adapter(load)
+            load.is_named = False
+            self._awaits_name(load)
 
     def _start(self, load: Load, facts: RankFacts) -> None:
         """Look for stored KV, and watch the computation. `facts` are also the adapter's."""
@@ -259,21 +293,34 @@ class SchedulerSide:
         load.lookup = self._lookup.start(transfer, request.prompt_token_ids, facts, rate)
         self.idle.ready.discard(request.request_id)
 
-    def _awaits_adapter(self, load: Load) -> bool:
-        """Look for stored KV once the adapter's digest is known, or cannot be told in time; True: not yet."""
-        if not load.adapter_by_ms or (facts := self._facts) is None:
+    def _awaits_name(self, load: Load) -> bool:
+        """Look for stored KV once it has a name, or cannot be named in time; True: not yet."""
+        if load.is_named:
             return False
-        found = self.adapters.find(load.request.lora_request, facts.world_size)
-        if found is None and self._clock.now_ms() < load.adapter_by_ms:
+        found = self._facts_of(load)
+        if found is None and (not load.named_by_ms or self._clock.now_ms() < load.named_by_ms):
             return True
-        load.adapter_by_ms = 0
-        if isinstance(found, Adapter):
-            load.adapter = found
-            self._start(load, replace(facts, fingerprint=found.key(facts.fingerprint)))
+        load.is_named = True
+        if isinstance(found, RankFacts):
+            self._start(load, found)
         else:
-            # KV computed from the first token may still be saved: its adapter is known at the end.
-            load.give_up(found or UNKNOWN)
+            self.identity.settle(0)
+            # KV computed from the first token may still be saved: its name is known at the end.
+            load.give_up(found or (_RANKS_UNKNOWN if self._facts is None else UNKNOWN))
         return False
+
+    def _facts_of(self, load: Load) -> RankFacts | str | None:
+        """Return the facts that name a request's KV, or why there are none, or None: the workers have been asked."""
+        facts, lora_request = self._facts, load.request.lora_request
+        if facts is not None and self.identity.is_in_doubt:
+            return None
+        if facts is None or lora_request is None:
+            return facts or self._left_alone or None
+        found = self.adapters.find(lora_request, facts.world_size)
+        if not isinstance(found, Adapter):
+            return found
+        load.adapter = found
+        return replace(facts, fingerprint=found.key(facts.fingerprint))
 
     def _leave_out(self, load: Load, reason: str) -> None:
         """Neither save nor load anything of a request."""
@@ -292,11 +339,15 @@ class SchedulerSide:
         load = self._requests.get(request.request_id)
         if load is None:
             return 0, False
-        if self._awaits_adapter(load):
+        if not load.is_named and not load.named_by_ms:
+            load.named_by_ms = self._clock.now_ms() + self._settings.manifest_deadline_ms
+        # Only now: a paused engine takes requests, and its weights may change until it goes on.
+        self._asks_weights = self._asks_weights or self.identity.is_in_doubt
+        if self._awaits_name(load):
             return None, False
+        load.device_tokens = num_computed_tokens
         if load.lookup is None or load.phase in (LoadPhase.NOTHING, LoadPhase.FAILED):
             return 0, False
-        load.device_tokens = num_computed_tokens
         if load.phase in (LoadPhase.PROMISED, LoadPhase.LOADED):
             load.move("ask again")
         if self._without_arena:
@@ -365,11 +416,15 @@ class SchedulerSide:
         return num_tokens
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
-        """Plan the load the engine made room for, or report why there is none."""
+        """Plan the load the engine made room for, or report why there is none.
+
+        Another connector may load instead. Then `num_external_tokens` is 0 too.
+        """
         self.idle.ready.add(request.request_id)
         load = self._requests.get(request.request_id)
         if load is None:
             return
+        self._admitted[request.request_id] = load
         if num_external_tokens == 0:
             self._report_no_load(load)
             return
@@ -406,7 +461,8 @@ class SchedulerSide:
 
     def take_plans(self, scheduler_output: Any) -> tuple[tuple[LoadPlan, ...], tuple[SavePlan, ...], tuple[str, ...]]:
         """Return this step's work: loads, saves, and the saves whose blocks it may compute into."""
-        for plan in self._running.observe(scheduler_output, self._facts, self._is_loading):
+        self._note_admitted(scheduler_output.num_scheduled_tokens)
+        for plan in self._running.observe(scheduler_output, self._facts, self._counts):
             if plan.early or self._pending_saves.add(plan.cache_ref):
                 self._saves.append(_with_adapter(plan, self._requests[plan.engine_request_id].adapter))
         scheduled = scheduler_output.num_scheduled_tokens
@@ -423,9 +479,21 @@ class SchedulerSide:
         is_loading = any(load.phase is LoadPhase.LOADING for load in loads)
         return self.idle.wait_s((load.lookup for load in loads), is_loading=is_loading)
 
-    def _is_loading(self, request_id: str) -> bool:
+    def _note_admitted(self, scheduled: Mapping[str, int]) -> None:
+        """Note the requests whose first tokens another connector loads in this step.
+
+        Their step may fail, and the next one is planned before that is known.
+        """
+        self._num_steps += 1
+        for request_id in self._admitted.keys() & scheduled:
+            load = self._admitted.pop(request_id)
+            is_loaded_here = load.phase is LoadPhase.LOADED or load.request.num_computed_tokens <= load.device_tokens
+            load.counts_from_step = 0 if is_loaded_here else self._num_steps + 2
+
+    def _counts(self, request_id: str) -> bool:
+        """Return whether the blocks of a request hold the KV of the tokens that vLLM counts as computed."""
         load = self._requests.get(request_id)
-        return load is None or load.phase in (LoadPhase.LOADING, LoadPhase.FAILED)
+        return load is not None and request_id not in self._admitted and self._num_steps >= load.counts_from_step
 
     def loads_ended(self, received: Iterable[str], failed: Iterable[str]) -> None:
         """Take the engine request ids of loads that ended, from the workers."""
@@ -449,14 +517,18 @@ class SchedulerSide:
         Called for every end, aborts included: a stop string ends as an abort. A prompt of which only a part was
         computed is saved as far: a retry finds it. The last token never has KV.
         """
-        load = self._requests.pop(request.request_id, None)
+        load = self._requests.get(request.request_id)
         self.idle.ready.discard(request.request_id)
         self._estimate.end(request.request_id, self._clock.now_ms(), is_loaded=False)
         if load is None:
             return False
+        # A step that ends a request has not failed.
+        counts = self._counts(request.request_id) or request.status is not RequestStatus.FINISHED_ABORTED
+        self._admitted.pop(request.request_id, None)
+        del self._requests[request.request_id]
         if load.lookup is not None:
             load.lookup.future.cancel()
-        plan = self._save_plan(request, load, block_ids)
+        plan = self._save_plan(request, load, block_ids, counts=counts)
         self._running.end(request.request_id, is_held=plan is not None)
         if plan is None:
             return False
@@ -504,9 +576,13 @@ class SchedulerSide:
             )
         )
 
-    def _save_plan(self, request: Any, load: Load, block_ids: Sequence[Sequence[int]]) -> SavePlan | None:
+    def _save_plan(
+        self, request: Any, load: Load, block_ids: Sequence[Sequence[int]], *, counts: bool
+    ) -> SavePlan | None:
         again = self._lost_ref(load)
         cache_ref, facts = load.transfer.save or again, self._facts
+        if facts is None:
+            self._abandon(request, load.transfer, self._left_alone or _RANKS_UNKNOWN)
         if cache_ref is None or facts is None or load.is_uncarried:
             return None
         if load.adapter is None and request.lora_request is not None:
@@ -515,7 +591,7 @@ class SchedulerSide:
                 self._leave_out(load, found or UNKNOWN)
                 return None
             load.adapter = found
-        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1) if counts else 0
         if again is not None:
             num_tokens = min(num_tokens, load.transfer.save_again_tokens)
         if load.transfer.is_kept and num_tokens < self._settings.match_tokens_min:
@@ -574,7 +650,7 @@ def _obstacle(load: Load, facts: RankFacts, num_tokens: int, block_ids: Sequence
     request = load.request
     if load.of_old_weights:
         return _WEIGHTS_CHANGED
-    if load.phase is LoadPhase.LOADING or num_tokens < 1 or request.num_computed_tokens < least:
+    if num_tokens < 1 or request.num_computed_tokens < least:
         return "not_computed"
     if len(block_ids) != len(facts.groups):
         return "blocks_gone"

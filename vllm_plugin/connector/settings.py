@@ -74,6 +74,9 @@ class ConnectorSettings(Bounds):
     deadline_factor: int = 1
     """Factor on every deadline of look-ups, loads and saves (docs/operations/waits.md). Raise it on machines where a
     process may stand still for seconds."""
+    layout: str = "BLNHC"
+    """Layout of KV that a GPU engine is asked for: with this one, a copy moves a block of all layers. Empty: the engine
+    chooses, or a connector beside this one, because vLLM ends if two of them ask for different layouts."""
     traces_endpoint: str = ""
     """OTLP/gRPC address of a trace collector, http://host:4317 or https://…. Empty: no spans of loads and saves. The
     first process of a turn decides whether it is traced."""

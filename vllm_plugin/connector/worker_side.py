@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from vllm_plugin.connector.copies.pages import page_orders
 from vllm_plugin.connector.engine_check import NULL_BLOCK, LayerGroup
 from vllm_plugin.connector.identity.adapters import CHANGED, LoadedAdapters
 from vllm_plugin.connector.identity.fingerprint import canonical_json, engine_facts, engine_groups, fingerprint
+from vllm_plugin.connector.identity.sleeps import Sleeps, WeightsWord
 from vllm_plugin.connector.identity.weights import weights_identity
 from vllm_plugin.connector.loads.loading import Load, Loader
 from vllm_plugin.connector.metadata import ArenaWord, LoadPlan, RankFacts, SavePlan
@@ -74,14 +76,18 @@ class WorkerSide:
         """Loads until their thread has ended, also those given up meanwhile."""
         self._greeting: Future[None] | None = None
         self._told_lack = False
+        self.is_asleep = False
+        """Whether the engine's memory is unmapped."""
+        self._sleeps = Sleeps(vllm_config) if groups else None
+        self._weights = SimpleQueue[WeightsWord]()
         self._stopping = threading.Event()
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         self.facts: RankFacts | None = None
-        """Facts for the scheduler; set once the KV tensors are there."""
+        """Facts of this rank; set once the KV tensors are there."""
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Learn the paged tensors, and so the fingerprint. Raises UncarriedEngine for layouts we cannot carry."""
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> RankFacts:
+        """Learn the paged tensors, and so this rank's facts. Raises UncarriedEngine for layouts we cannot carry."""
         layers = open_layers(kv_caches, self._num_blocks, [group.layer_names for group in self._groups])
         codec: dict[str, Any] = {}
         if self._settings.codec != CODEC_NONE:
@@ -95,7 +101,8 @@ class WorkerSide:
         shapes = [shape for own in layers.shapes for shape in own]
         facts = engine_facts(self._vllm_config, groups, shapes, weights=weights, weights_epoch=epoch)
         spelled = canonical_json(facts | page_orders(layers) | codec)
-        self._introduce(RankFacts(fingerprint(spelled), spelled, parallel.rank, parallel.world_size, groups))
+        told = RankFacts(fingerprint(spelled), spelled, parallel.rank, parallel.world_size, groups)
+        self._introduce(told)
         parts: dict[str, Any] = {
             "settings": self._settings,
             "link": self._link,
@@ -112,6 +119,7 @@ class WorkerSide:
         self._greet()
         tensors = list(kv_caches.values())
         self._load_pool.try_submit(lambda: self._prefault(tensors))
+        return told
 
     def _introduce(self, facts: RankFacts) -> None:
         self.facts = facts
@@ -152,6 +160,8 @@ class WorkerSide:
             self._start_load(self._loader, self._loader.open(load_plan, fence))
         for save_plan in saves:
             obstacle = "" if self._link.is_worth_trying() else "sidecar_unavailable"
+            if self.is_asleep:
+                obstacle = "asleep"
             if save_plan.adapter is not None and not self.adapters.holds(save_plan.adapter):
                 obstacle = CHANGED
             self._saver.start(save_plan, fence, obstacle)
@@ -165,6 +175,8 @@ class WorkerSide:
         obstacle = ""
         if not self._link.is_worth_trying():
             obstacle = "sidecar_unavailable"
+        elif self.is_asleep:
+            obstacle = "asleep"
         elif self._num_hanging() >= self._settings.load_threads:
             # Nothing would carry it out before its deadline.
             obstacle = "disk_hangs"
@@ -194,6 +206,20 @@ class WorkerSide:
             return ()
         self._told_lack = lacks_arena
         return (ArenaWord(self._link.facts.rank, lacks_arena),)
+
+    def compare_weights(self, number: int) -> None:
+        """Answer the scheduler's question whether the weights are those before the last sleep, in a thread."""
+        rank, sleeps = self._vllm_config.parallel_config.rank, self._sleeps
+
+        def compare() -> None:
+            self._weights.put(WeightsWord(rank, number, sleeps.take() if sleeps is not None else 0))
+
+        if self._upload_pool.try_submit(compare) is None:
+            self._weights.put(WeightsWord(rank, number, 0))
+
+    def take_weights(self) -> tuple[WeightsWord, ...]:
+        """Return the answers since the last call."""
+        return tuple(self._weights.get() for _ in range(self._weights.qsize()))
 
     def _give_up_late(self) -> None:
         """Take blocks back from loads that are late. A thread that writes now ends first."""
@@ -232,6 +258,20 @@ class WorkerSide:
             self._link.terms()
         except ContextCacheError:
             self.counters.add("failed_handshakes")
+
+    def let_go(self) -> None:
+        """End all work on the engine's memory, within the deadline of a shutdown. Saves have most of it to end well."""
+        self.is_asleep = True
+        if self._saver is None or self._loader is None:
+            return
+        deadline_s = self._settings.shutdown_deadline_ms / 1000
+        ends_at_s = time.monotonic() + deadline_s
+        self._saver.drain(ends_at_s - deadline_s / 4)
+        self._saver.overtake_all()
+        for load, _ in self._loads:
+            self._loader.fail(load, "asleep")
+        for pool in (self._load_pool, self._save_pool, self._upload_pool):
+            pool.drain(max(ends_at_s - time.monotonic(), 0))
 
     def shutdown(self) -> None:
         """End the threads and channels, within the deadline.

@@ -58,6 +58,9 @@ def test_vllm_is_told_by_its_image_or_by_its_command(container, expected):
     assert looks_like_vllm(container) is expected
 
 
+TESTED = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
+
+
 def reason_of(parts=PARTS, **container):
     with pytest.raises(NotInjected) as refusal:
         check_written(make_engine(**container), parts)
@@ -70,6 +73,11 @@ def reason_of(parts=PARTS, **container):
         (["m", "--kv-transfer-config", "{}"], Reason.KV_CONNECTOR),
         (["m", "--kv_transfer_config={}"], Reason.KV_CONNECTOR),
         (["m", "--kv-transfer-config.kv_connector", "X"], Reason.KV_CONNECTOR),
+        (["m", "--kv-transfer-config", '{"kv_connector": "NixlConnector"}'], Reason.KV_CONNECTOR),
+        (["m", "--kv-transfer-config", f'{TESTED[:-1]}, "kv_load_failure_policy": "fail"}}'], Reason.KV_CONNECTOR),
+        (["m", "--kv-transfer-config", f'{TESTED[:-1]}, "engine_id": "one"}}'], Reason.KV_CONNECTOR),
+        (["m", "--kv-transfer-config", TESTED, "--kv-transfer-config.kv_role", "kv_both"], Reason.KV_CONNECTOR),
+        (["m", "--kv-transfer-config", TESTED, "--kv-offloading-size", "4"], Reason.KV_CONNECTOR),
         (["m", "--kv-offloading-size", "4"], Reason.KV_CONNECTOR),
         (["m", "--config", "/c.yaml", "--kv-transfer-config", "{}"], Reason.KV_CONNECTOR),
         (["m", "--port", "9000"], Reason.PORT),
@@ -94,6 +102,7 @@ def test_options_that_forbid_an_injection_are_told_apart(words, reason):
         ["m", "--port", "1", "--port", "8000"],
         ["m", "--port", "$(PORT)"],
         ["m", "--", "--port", "9000"],
+        ["m", "--kv-transfer-config", TESTED],
     ],
 )
 def test_other_options_do_not(words):

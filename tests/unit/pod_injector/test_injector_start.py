@@ -266,3 +266,29 @@ def test_the_sidecar_shows_the_outcome_of_the_last_start(container):
     container.start("vllm", "serve", "m")
 
     assert (before, refused, shown()) == (set(), {"port"}, {"added"})
+
+
+def test_a_tested_connector_of_the_engine_stays_beside_ours(container):
+    """Seen failing: the engine's own connector was refused, or ours replaced it."""
+    theirs = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"a": 1}}
+    command = ["vllm", "serve", "m", "--kv-transfer-config", json.dumps(theirs)]
+
+    given, lines = container.start(*command)
+    again, _ = container.start("vllm", *given)
+
+    added = given[len(command) - 1 :]
+    config = json.loads(added.pop(1))
+    ours = json.loads(container.added[1])
+    ours["kv_connector_extra_config"]["layout"] = ""
+    assert added == ["--kv-transfer-config", "--enable-prompt-tokens-details"]
+    assert (config["kv_connector"], config["kv_load_failure_policy"]) == ("MultiConnector", "recompute")
+    assert config["kv_connector_extra_config"] == {"connectors": [ours, theirs]}
+    assert (container.report, lines) == ("added", "")
+    assert again == given
+
+
+def test_an_untested_connector_is_named_with_the_tested_ones(container):
+    _, lines = container.start("vllm", "serve", "m", "--kv-transfer-config", '{"kv_connector": "NixlConnector"}')
+
+    assert "not tested beside ours; tested: ExampleConnector" in lines
+    assert container.report == "kv-connector"

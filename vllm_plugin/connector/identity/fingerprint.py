@@ -151,6 +151,9 @@ class EngineIdentity:
         self.are_weights_known = True
         self._first_epoch = ""
         self._news = ""
+        self._settled: RankFacts | None = None
+        """Facts before the moves that are in doubt."""
+        self._num_moves = 0
 
     def learn(self, ranks: Iterable[RankFacts]) -> bool:
         """Take the workers' facts; return whether they agree.
@@ -168,12 +171,15 @@ class EngineIdentity:
         self.facts, self._first_epoch = known[0], documents[0].get(_EPOCH, "")
         if not self.are_weights_known:
             self.move()
+        self._settled, self._num_moves = None, 0
         return True
 
     def move(self) -> None:
         """Take a fingerprint that no saved KV has: nothing that was saved before is loaded."""
         if self.facts is None:
             return
+        self._settled = self._settled or self.facts
+        self._num_moves += 1
         document = json.loads(self.facts.fingerprint_json)
         document[_EPOCH] = f"{self._first_epoch}/{secrets.token_hex(16)}"
         if not self.are_weights_known:
@@ -181,6 +187,17 @@ class EngineIdentity:
         spelled = canonical_json(document)
         self.facts = replace(self.facts, fingerprint=fingerprint(spelled), fingerprint_json=spelled)
         self._news = spelled
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether it has moved, and may still turn out to have moved for sleeps alone."""
+        return self._num_moves > 0
+
+    def settle(self, num_sleeps: int) -> None:
+        """End the doubt. Sleeps with equal weights move nothing: if each move was one, the facts are as before."""
+        if self._settled is not None and num_sleeps == self._num_moves:
+            self.facts, self._news = self._settled, self._settled.fingerprint_json
+        self._settled, self._num_moves = None, 0
 
     def take_news(self) -> str:
         """Return the JSON that workers have to adopt; empty: nothing new since the last call."""

@@ -103,12 +103,12 @@ class _File:
         """Yield the reads beside the header, `pieces_per_tensor` of each tensor at most."""
         if self.tensors:
             for tensor in self.tensors:
-                yield from _pieces(*tensor, min(pieces_per_tensor, PIECES_PER_TENSOR))
+                yield from pieces(*tensor, min(pieces_per_tensor, PIECES_PER_TENSOR))
             return
         ends = min(_OPAQUE_ENDS_BYTES, self.size_bytes)
         yield 0, ends
         yield self.size_bytes - ends, ends
-        yield from _pieces(self.name, 0, self.size_bytes, _OPAQUE_PIECES)
+        yield from pieces(self.name, 0, self.size_bytes, _OPAQUE_PIECES)
 
 
 def weights_identity(vllm_config: Any) -> str | None:
@@ -236,7 +236,7 @@ def _tensors(header: bytes, size_bytes: int) -> tuple[_Tensor, ...]:
     return tuple((name, first + start, end - start) for name, start, end in spans if end > start)
 
 
-def _pieces(name: str, first: int, size_bytes: int, count: int) -> Iterator[_Read]:
+def pieces(name: str, first: int, size_bytes: int, count: int) -> Iterator[_Read]:
     """Yield one piece in each of `count` equal parts of a tensor, or the whole of a small one."""
     if size_bytes <= count * PIECE_BYTES:
         yield first, size_bytes

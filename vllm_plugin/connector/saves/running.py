@@ -63,10 +63,11 @@ class RunningSaves:
         elif self._sends_ahead and [group.kind for group in facts.groups] == ["full_attention"]:
             self._watched[request.request_id] = _Watched(request, transfer, transfer.save)
 
-    def observe(
-        self, scheduler_output: Any, facts: RankFacts | None, is_loading: Callable[[str], bool]
-    ) -> list[SavePlan]:
-        """Return the saves that can begin in this step; end those whose blocks the engine may reuse in it."""
+    def observe(self, scheduler_output: Any, facts: RankFacts | None, counts: Callable[[str], bool]) -> list[SavePlan]:
+        """Return the saves that can begin in this step; end those whose blocks the engine may reuse in it.
+
+        `counts`: whether a request's blocks hold the KV of its computed tokens.
+        """
         blocks = scheduler_output.kv_connector_block_state
         if not self._watched or facts is None or blocks is None:
             return []
@@ -75,11 +76,13 @@ class RunningSaves:
                 self._overtake(watched)
         plans = []
         for request_id, watched in list(self._watched.items()):
+            if not counts(request_id):
+                continue
             tables = blocks.get_block_ids(request_id)
             if facts.has_checkpoints:
                 plan = self._checkpoint(request_id, watched, tables, facts)
             else:
-                plan = self._early(watched, tables, facts) if not is_loading(request_id) else None
+                plan = self._early(watched, tables, facts)
             if plan is not None:
                 plans.append(plan)
         return plans

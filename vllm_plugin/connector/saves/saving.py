@@ -197,6 +197,10 @@ class Saver(RankParts):
             if save is not None and save.phase in _UNCOPIED:
                 self.end(save, "overtaken")
 
+    def overtake_all(self) -> None:
+        """End all saves that are not copied."""
+        self.overtake(list(self._saves))
+
     def end_late(self) -> None:
         """End saves whose blocks may not be held any longer, and forget those that have ended."""
         now_ms = self.clock.now_ms()

@@ -15,10 +15,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch._inductor.compile_fx  # noqa: F401  # imported by vLLM at a moment of its choosing
     import vllm.v1.core.sched.scheduler  # noqa: F401  # brings in everything else
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from contextcache.clock import ManualClock
 from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, sign_kv_transfer
-from tests.kit.scheduler_loop import LoopConfig, SchedulerLoop
+from tests.kit.scheduler_loop import LoopConfig, SchedulerLoop, ours
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from tests.unit.vllm_plugin.connector.loop_connector import LoopConnector
 from vllm_plugin.connector.settings import Bounds
@@ -62,7 +63,7 @@ class Engine:
         return self.loop.run_to_end(name)
 
     def counted(self, name: str, reason: str | None = None) -> int:
-        sides = (self.loop.worker.worker_side, self.loop.connector.scheduler_side)
+        sides = (ours(self.loop.worker).worker_side, ours(self.loop.connector).scheduler_side)
         return sum(side.counters.get(name, reason) for side in sides)
 
 
@@ -83,7 +84,10 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_engine(
     model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Engine]]:
-    """Return a function that makes engines; all share one sidecar. `bounds`: constants of the settings, changed."""
+    """Return a function that makes engines; all share one sidecar.
+
+    `bounds`: constants of the settings, changed. `multi`: connectors of a MultiConnector.
+    """
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     loops: list[SchedulerLoop] = []
@@ -94,6 +98,7 @@ def start_engine(
         extra: dict[str, Any] | None = None,
         bounds: dict[str, int] | None = None,
         directory: Path = model_directory,
+        multi: list[dict[str, Any]] | None = None,
         **config: Any,
     ) -> Engine:
         LoopConnector.sidecar = sidecar or FakeSidecar(arena_bytes=ARENA_BYTES)
@@ -101,14 +106,10 @@ def start_engine(
         for name, value in (bounds or {}).items():
             monkeypatch.setattr(Bounds, name, value)
         settings = {"sidecar": "unix:///nowhere", "secret_file": str(secret), **(extra or {})}
-        loop = SchedulerLoop(
-            LoopConfig(
-                directory,
-                "tests.unit.vllm_plugin.connector.loop_connector:LoopConnector",
-                extra=settings,
-                **config,
-            )
-        )
+        name = "tests.unit.vllm_plugin.connector.loop_connector:LoopConnector"
+        if multi:
+            name, settings = f"{MultiConnector.__module__}:MultiConnector", {"connectors": multi}
+        loop = SchedulerLoop(LoopConfig(directory, name, extra=settings, **config))
         loops.append(loop)
         loop.settle()
         return Engine(loop, LoopConnector.sidecar, LoopConnector.clock)

@@ -190,7 +190,7 @@ def test_requests_whose_tokens_do_not_say_all_are_left_out_by_name(
     side = engine.loop.connector.scheduler_side
     asked = {"request_id": "turn", "kv_transfer_params": transfer(load=(cache_ref(2),), save=cache_ref(1))}
     plain = {"lora_request": None, "mm_features": [], "prompt_embeds": None, "skip_reading_prefix_cache": False}
-    turn = SimpleNamespace(**asked, **(plain | fields), arrival_time=1.0, num_preemptions=0)
+    turn = SimpleNamespace(**asked, **(plain | fields), arrival_time=1.0, num_preemptions=0, status=None)
     assert side.match(turn, 0) == (0, False)
     side.allocated(turn, ((),), 0)
 

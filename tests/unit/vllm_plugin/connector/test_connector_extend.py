@@ -135,7 +135,7 @@ def plans_of(num_tokens: int) -> list[SavePlan]:
     running.watch(request, KVTransfer("demo", "ctx_1", "r", (), A, EXPIRES_AT_MS), FACTS)
     while request.num_computed_tokens < num_tokens:
         request.num_computed_tokens += STEP_TOKENS
-        plans += running.observe(step, FACTS, lambda _: False)
+        plans += running.observe(step, FACTS, lambda _: True)
         running.ended(plans[-1].name)
     last = dict.fromkeys(["engine_request_id", "tenant", "session_id"], "demo") | {"cache_ref": A, "groups": (GROUP,)}
     plans.append(

@@ -221,7 +221,7 @@ def test_a_checkpoint_of_a_request_that_is_left_out_of_a_step_is_read_no_more(en
         engine.loop.step()
     blocks = SimpleNamespace(get_block_ids=lambda _: None)
     left_out = SimpleNamespace(kv_connector_block_state=blocks, preempted_req_ids=None)
-    assert side._running.observe(left_out, side._facts, lambda _: False) == []
+    assert side._running.observe(left_out, side._facts, lambda _: True) == []
 
     assert side._running.take_overtaken() == (prompt_ref(A),)
     gate.set()

@@ -26,7 +26,6 @@ from vllm.v1.kv_cache_interface import (
 
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
-from vllm_plugin.connector.connector import RankHandshake
 from vllm_plugin.connector.engine_check import LayerGroup, UncarriedEngine, carried_groups
 from vllm_plugin.connector.metadata import EngineGroup
 
@@ -40,13 +39,11 @@ PROMPT = list(range(1, 101))
 
 def config(
     *,
-    policy: str = "recompute",
     encoder_decoder: bool = False,
     attention: str = "decoder",
     **parallel: int,
 ) -> Any:
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
         model_config=SimpleNamespace(is_encoder_decoder=encoder_decoder),
         parallel_config=SimpleNamespace(
             **{
@@ -107,7 +104,6 @@ def test_of_a_window_that_draft_modules_look_behind_all_is_carried_that_the_engi
 @pytest.mark.parametrize(
     ("vllm_config", "kv_cache_config", "reason"),
     [
-        (config(policy="fail"), groups(FULL), "failure_policy"),
         (config(encoder_decoder=True), groups(FULL), "encoder_decoder"),
         (config(decode_context_parallel_size=2), groups(FULL), "context_parallel"),
         (config(prefill_context_parallel_size=2), groups(FULL), "context_parallel"),
@@ -173,12 +169,10 @@ def test_what_a_worker_cannot_carry_leaves_the_whole_engine_alone(engine: Engine
     """Its tensors are seen in the worker only."""
     odd = {"l0": torch.zeros(200, 2, 16, 8), "l1": torch.zeros(200, 2, 16)}
     engine.loop.worker.register_kv_caches(odd)
-    handshake = engine.loop.worker.get_handshake_metadata()
-    engine.loop.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+    engine.loop.hear_worker()
     engine.loop.add("turn", PROMPT, params=transfer(save=cache_ref(1)))
     engine.loop.run_to_end("turn")
 
-    assert handshake == RankHandshake(None, ("unsupported_layers", handshake.uncarried[1]))
     assert engine.counted("left_alone", "unsupported_layers") == 1
     assert not engine.sidecar.manifests
 

@@ -21,7 +21,7 @@ MODULES = {
 SAYS_WHY = {"UncarriedEngine": 0, "SaveEnds": 0, "leave_alone": 0, "end": 1, "_end_part": 2, "_abandon": 2}
 SAYS_WHY |= {"_leave_out": 1}
 """Calls that take such a word, and at which place."""
-WORDS = {"fault", "obstacle", "reason", "_WEIGHTS_CHANGED", "UNKNOWN", "CHANGED"}
+WORDS = {"fault", "obstacle", "reason", "_WEIGHTS_CHANGED", "_RANKS_UNKNOWN", "UNKNOWN", "CHANGED"}
 """Variables that hold one."""
 
 

@@ -54,10 +54,14 @@ def test_the_engine_does_not_start_with_settings_that_cannot_work(
 
 
 def test_the_connector_says_what_vllm_asks_of_it(engine: Engine) -> None:
-    on_gpu = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))
+    def on_gpu(**more: str) -> SimpleNamespace:
+        extra = {"sidecar": "unix:///nowhere", "secret_file": "/nowhere", **more}
+        transfer = SimpleNamespace(kv_connector_extra_config=extra)
+        return SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"), kv_transfer_config=transfer)
 
-    assert ContextCacheConnector.get_required_kvcache_layout(engine.loop.vllm_config) == "LBHNC"
-    assert ContextCacheConnector.get_required_kvcache_layout(on_gpu) == "BLNHC"
+    assert ContextCacheConnector.get_required_kvcache_layout(engine.loop.vllm_config) is None
+    assert ContextCacheConnector.get_required_kvcache_layout(on_gpu()) == "BLNHC"
+    assert ContextCacheConnector.get_required_kvcache_layout(on_gpu(layout="")) is None
     assert engine.loop.connector.requires_kv_delivery is False
     assert engine.loop.connector.reset_cache() is True
     assert engine.loop.worker.reset_cache() is True
