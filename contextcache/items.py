@@ -227,14 +227,19 @@ def _items(
         parts = [part | {"annotations": [], "logprobs": []} for part in _parts("output_text", content)]
         yield "content", 0, {"type": "message", "role": role, "content": parts, **done}
     call_ids = _ids_of(ids, _CALLS)
-    for at, call in enumerate(message.get("tool_calls") or ()):
-        function, call_id = call["function"], call.get("id") or ""
+    calls = message.get("tool_calls")
+    for at, call in enumerate(calls if isinstance(calls, list) else ()):
+        function, call_id = call.get("function") or {}, call.get("id") or ""
         if call_id in customs or (call_ids[at : at + 1] and call_ids[at].startswith(_PREFIXES["custom_tool_call"])):
             customs.add(call_id)
             said = {"type": "custom_tool_call", "input": custom_input(function.get("arguments") or "")}
-            yield "tool_calls", at, {**said, "call_id": call_id, "name": function["name"]}
+            yield "tool_calls", at, {**said, "call_id": call_id, "name": function.get("name") or ""}
         else:
-            said = {"type": "function_call", "arguments": function.get("arguments") or "", "name": function["name"]}
+            said = {
+                "type": "function_call",
+                "arguments": function.get("arguments") or "",
+                "name": function.get("name") or "",
+            }
             yield "tool_calls", at, {**said, "call_id": call_id, **done}
 
 

@@ -90,6 +90,17 @@ def test_what_a_client_writes_as_ids_is_no_id_of_its_items():
         assert item["id"] == shown((prompt(user("Hi")),))[0]["id"]
 
 
+@pytest.mark.parametrize(
+    "odd", [{"tool_calls": {"a": 1}}, {"tool_calls": [{}]}, {"tool_calls": None}, {"content": None}, {"content": []}]
+)
+def test_odd_messages_of_a_client_make_no_list_fail(odd):
+    """Seen failing: a tool call without a function raised KeyError."""
+    for role in ("assistant", "user", "tool"):
+        items = shown((prompt({"role": role, **odd}, user("Hi")),))
+
+        assert items[-1]["content"][0]["text"] == "Hi"
+
+
 def test_text_of_completions_is_a_message_that_cannot_be_deleted():
     segments = (Segment(SegmentKind.PROMPT, (1,), text="Once"), Segment(SegmentKind.ANSWER, (2,), text="upon"))
     placed = items_of(segments, name="conv_1")
