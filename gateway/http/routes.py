@@ -161,8 +161,8 @@ async def rewind_context(
 @contexts.post("/v1/conversations")
 async def create_conversation(call: Asked, said: Fields) -> Json:
     """Create a conversation."""
-    items, terms = said.get("items") or [], read_terms(said)
-    made = await call.gateway.conversations.create(call.tenant, items, terms, key=call.caller.key)
+    items = [] if said.get("items") is None else said["items"]
+    made = await call.gateway.conversations.create(call.tenant, items, read_terms(said), key=call.caller.key)
     return conversation_object(made)
 
 

@@ -13,7 +13,7 @@ from openai.types.conversations import Conversation, ConversationDeletedResource
 from openai.types.responses import Response
 
 from tests.kit.fake_vllm import FakeVllm
-from tests.kit.fronts import code_of, envoy_too
+from tests.kit.fronts import code_of, envoy_too, only_http
 from tests.kit.gateway_parts import KEY, OTHER_KEY
 from tests.kit.turn_pod import MODEL, running_turn_pod
 
@@ -248,6 +248,14 @@ async def test_items_that_a_context_cannot_hold_are_refused(client, front, what)
         assert await code_of(answer) == (400, "invalid_request")
 
     assert await listed(client, made.id) == []
+
+
+@only_http
+@pytest.mark.parametrize("items", [False, "", 0, {}])
+async def test_a_conversation_is_not_made_of_what_is_no_list(front, items):
+    """Seen failing: an empty value of another type was taken for no items."""
+    async with front.post("/v1/conversations", {"items": items}) as answer:
+        assert await code_of(answer) == (400, "invalid_request")
 
 
 async def test_the_session_of_the_agents_sdk_works_unchanged(client, pods):
