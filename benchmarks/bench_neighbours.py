@@ -1,8 +1,9 @@
 """Latency of a client's stateless requests while another client sends long prompts, beside quiet times.
 
-Real vLLM with SmolLM2 and the local stack, through Envoy. The other client creates contexts, one after the other
-without a pause, in a process of low priority, because a real one has a machine of its own. Segments of requests
-alternate: quiet, then one for each kind of prompt. Each request has a new prompt of 16 ids and one token.
+Real vLLM with SmolLM2 and the local stack. The other client creates contexts, one after the other without a pause, in a
+process of low priority, because a real one has a machine of its own. Segments of requests alternate: quiet, then one
+for each kind of prompt. Each request has a new prompt of 16 ids and one token. It goes through Envoy and, right after
+that, to vLLM itself: both share vLLM, and only the first shares Envoy and gateway.
 
 - over-long: 8 MB of words, 200 times the window;
 - ids: 131 072 of them;
@@ -23,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,7 +75,8 @@ def main() -> int:
     try:
         stack.clean()
         stack.up()
-        report = _measured(options.port, options.rounds)
+        (engine,) = stack.engine_urls
+        report = _measured({"Envoy": options.port, "vLLM": int(engine.rpartition(":")[2])}, options.rounds)
     finally:
         stack.clean()
     write_result(options.out, report)
@@ -82,34 +84,33 @@ def main() -> int:
     return 0
 
 
-def _measured(port: int, rounds: int) -> dict[str, Any]:
-    took_ms: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    medians_ms: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    answers: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+def _measured(ports: Mapping[str, int], rounds: int) -> dict[str, Any]:
+    took_ms: dict[tuple[str, str], list[float]] = defaultdict(list)
+    medians_ms: dict[tuple[str, str], list[float]] = defaultdict(list)
+    answers: dict[str, Counter[str]] = defaultdict(Counter)
+    loads = []
     for number in range(-1, rounds):
         with Step(f"round {number + 1} of {rounds}"):
             for kind in _turned(KINDS, number):
-                with _other(kind, port, answers[kind]):
-                    found = [_asked_ms(port) for _ in range(SEGMENT)]
-                if number >= 0:
-                    took_ms[kind] += found
-                    medians_ms[kind].append(percentile(found, digits=3) or 0.0)
+                found: dict[str, list[float]] = defaultdict(list)
+                with _other(kind, ports["Envoy"], answers[kind]):
+                    for _ in range(SEGMENT):
+                        for way, port in ports.items():
+                            found[way].append(_asked_ms(port))
+                for way, some_ms in found.items() if number >= 0 else ():
+                    took_ms[way, kind] += some_ms
+                    medians_ms[way, kind].append(percentile(some_ms, digits=3) or 0.0)
+        loads.append(os.getloadavg()[0])
     rows = []
-    for kind in KINDS:
-        added = [one - quiet for one, quiet in zip(medians_ms[kind], medians_ms[QUIET], strict=True)]
-        rows.append(
-            {
-                "other": kind,
-                "n": len(took_ms[kind]),
-                "answers": dict(answers[kind]),
-                "p50_ms": percentile(took_ms[kind]),
-                "p99_ms": percentile(took_ms[kind], 99),
-                "max_ms": percentile(took_ms[kind], 100),
-                "added_p50_ms": percentile(added),
-                "added_p50_95": interval(added),
-            }
-        )
-    return {"rounds": rounds, "segment": SEGMENT, "rows": rows}
+    for way in ports:
+        quiet_ms = medians_ms[way, QUIET]
+        for kind in KINDS:
+            added = [one - quiet for one, quiet in zip(medians_ms[way, kind], quiet_ms, strict=True)]
+            some_ms = took_ms[way, kind]
+            row = {"way": way, "other": kind, "n": len(some_ms), "answers": dict(answers[kind])}
+            row |= {"p50_ms": percentile(some_ms), "p99_ms": percentile(some_ms, 99)}
+            rows.append(row | {"added_p50_ms": percentile(added), "added_p50_95": interval(added)})
+    return {"rounds": rounds, "segment": SEGMENT, "load_average": percentile(loads), "rows": rows}
 
 
 def _asked_ms(port: int) -> float:
@@ -169,7 +170,7 @@ def _turned(kinds: tuple[str, ...], number: int) -> tuple[str, ...]:
 
 
 def _table(rows: list[Mapping[str, Any]]) -> str:
-    keys = ("other", "n", "answers", "p50_ms", "p99_ms", "max_ms", "added_p50_ms", "added_p50_95")
+    keys = ("way", "other", "n", "answers", "p50_ms", "p99_ms", "added_p50_ms", "added_p50_95")
     return render(list(keys), [[cell(row[key]) for key in keys] for row in rows])
 
 
