@@ -183,6 +183,15 @@ class _Served:
         self._core.resume_scheduler()
         return True
 
+    def sleep(self, *, level: int, change: float = 0.0) -> bool:
+        """Sleep and wake up, adding to all weights between. On a CPU the worker keeps its memory."""
+        self._llm.sleep(level=level)
+        for worker in self._llm.collective_rpc(lambda worker: worker):
+            for parameter in worker.get_model().parameters():
+                parameter.data.add_(change)
+        self._llm.wake_up()
+        return True
+
     def totals(self) -> dict[str, float]:
         """vLLM's own counters; with `disable_log_stats` there are none."""
         return {metric.name: metric.value for metric in self._llm.get_metrics() if hasattr(metric, "value")}

@@ -86,6 +86,28 @@ def test_kv_of_other_weights_under_the_same_path_is_computed_again_and_the_own_i
     assert differs(restored, of_the_old) < TOLERANCE
 
 
+def test_after_a_sleep_an_engine_on_a_cpu_computes_and_is_never_wrong(place: Place) -> None:
+    """vLLM 0.32 pauses, clears its caches and calls its worker, which keeps its memory.
+
+    The CPU's kernels pack weights into memory of their own, where they cannot be compared. Seen failing: expected a
+    restore.
+    """
+    with place.start() as engine:
+        before, cold = place.save(engine, PROMPT)
+        engine.order("sleep", level=1)
+        awake = engine.ask(PROMPT, load=(before,))
+        engine.order("sleep", level=2, change=0.01)
+        updated = engine.ask(PROMPT, load=(before,))
+        engine.order("forget", connector=False)
+        updated_cold = engine.ask(PROMPT)
+
+    assert awake["token_ids"] == cold["token_ids"]
+    assert differs(awake, cold) < TOLERANCE
+    assert awake["cached_tokens"] == 0
+    assert (updated["cached_tokens"], updated["token_ids"]) == (0, updated_cold["token_ids"])
+    assert differs(updated, updated_cold) < TOLERANCE
+
+
 def test_an_engine_told_to_forget_loads_nothing_it_saved_before(place: Place) -> None:
     with place.start() as engine:
         for forget, prompt in ((("forget", {"connector": True}), PROMPT), (("pause", {}), OTHER)):
