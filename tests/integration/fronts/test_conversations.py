@@ -234,7 +234,7 @@ REFUSED = {
     "an unknown type": {"items": [{"type": "nothing"}]},
     "an image": {"items": [{"role": "user", "content": [{"type": "input_image", "image_url": "x", "detail": "low"}]}]},
     "a reference": {"items": [{"type": "item_reference", "id": "msg_1"}]},
-    "an unknown field": {"items": [USER], "itens": []},
+    "an unknown field": {"items": [USER], "item": []},
     "no items": {},
     "half a character": b'{"items": [{"role": "user", "content": "\\ud800"}]}',
 }
