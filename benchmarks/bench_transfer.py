@@ -126,6 +126,8 @@ class Rank:
             parallel_config=SimpleNamespace(rank=0, **dict.fromkeys(sizes, 1)),
             compilation_config=SimpleNamespace(static_forward_context={}),
             load_config=SimpleNamespace(load_format="dummy"),
+            lora_config=None,
+            speculative_config=None,
         )
         settings = ConnectorSettings(address, "none", deadline_factor=DEADLINE_FACTOR)
         pages = (num_blocks, shape.heads, shape.block_tokens, 2 * shape.head_dim)

@@ -252,8 +252,8 @@ class Gateway:
 
     async def _create(self, admission: Admission, claims: Claims, session_id: SessionId | None) -> Forward:
         """Route a create. `session_id` is the name that the client gives the context; None: the pod mints one."""
-        affinity = prompt_affinity(admission.tenant, claims)
         parent = await self._parent(admission)
+        affinity = prompt_affinity(admission.tenant, claims)
         query = admission.query(
             model=claims.model(),
             holder="" if parent is None else parent.holder,

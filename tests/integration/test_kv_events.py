@@ -91,7 +91,8 @@ async def test_a_subscriber_that_does_not_read_loses_batches_and_holds_nobody_up
 
 async def test_a_malformed_request_gets_no_answer_and_the_next_one_does(tmp_path: Path) -> None:
     port = free_ports(2)
-    async with SidecarUnderTest(tmp_path, events_listen=f"127.0.0.1:{port}", events_tenants=("*",)):
+    topic = {"events_topic": "kv@pod-a@model"}  # SIDECAR_EVENTS_TOPIC
+    async with SidecarUnderTest(tmp_path, events_listen=f"127.0.0.1:{port}", events_tenants=("*",), **topic):
         with zmq.asyncio.Context() as context:
             for request in ([b"x"], [b"", b"123"], [b"", b"x" * 2000], [b"", b"x" * 8, b"", b""]):
                 with _connected(context, port) as bad:
@@ -102,7 +103,7 @@ async def test_a_malformed_request_gets_no_answer_and_the_next_one_does(tmp_path
                 async with asyncio.timeout(30):
                     answers = [await good.recv_multipart() for _ in range(2)]
 
-    assert [answer[1] for answer in answers] == [b"", b""]
+    assert [answer[1] for answer in answers] == [b"kv@pod-a@model", b""]
     assert [len(answer[3]) > 0 for answer in answers] == [True, False]
 
 

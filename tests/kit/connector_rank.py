@@ -79,6 +79,8 @@ class Rank:
             ),
             compilation_config=SimpleNamespace(static_forward_context={}),
             load_config=SimpleNamespace(load_format="dummy"),
+            lora_config=None,
+            speculative_config=None,
         )
         settings = ConnectorSettings(sidecar="", secret_file="", **{**CONNECTOR, **settings_of})
         self.side = WorkerSide(

@@ -16,6 +16,8 @@ The model knows which contexts are sealed, which saves are in flight and which l
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import shutil
 import tempfile
 import time
@@ -44,6 +46,8 @@ PROMPTS = [tuple(range(3)), tuple(range(10)), (*range(8), 90, 91, 92), (*range(4
 """Token ids. Some share whole blocks of four tokens, one has no tail."""
 SESSIONS = ("ctx_a", "ctx_b", "ctx_c")
 LEASE_MS = 60_000
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Arguments of renameat2 (Linux fcntl.h)."""
 
 
 class Killed(BaseException):
@@ -273,16 +277,16 @@ class EveryByte(RuleBasedStateMachine):
     @rule()
     def turn_store(self) -> None:
         """Take the store away, or bring it back with its content."""
-        store = self.root / "store"
+        store, away = self.root / "store", self.root / "away"
         if not self._bring_store_back() and store.is_dir():
-            store.rename(self.root / "away")
-            store.write_text("a file where a directory was")
+            away.write_text("a file where a directory was")
+            _exchange(store, away)
 
     def _bring_store_back(self) -> bool:
         store, away = self.root / "store", self.root / "away"
         if is_away := away.exists():
-            store.unlink()
-            away.rename(store)
+            _exchange(store, away)
+            away.unlink()
         return is_away
 
     # What holds after each event
@@ -331,6 +335,13 @@ class EveryByte(RuleBasedStateMachine):
         for ref in self.model.gone:
             with pytest.raises(CacheRefNotFound):
                 self.do(lambda ref=ref: self.kv.catalog.open(TENANT, ref))
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Exchange two paths in one step (renameat2), so that no writer meets a moment without either."""
+    places = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
+    if ctypes.CDLL(None, use_errno=True).renameat2(*places, _RENAME_EXCHANGE):
+        raise OSError(ctypes.get_errno(), f"{one} and {other} were not exchanged")
 
 
 @pytest.fixture(autouse=True)
