@@ -144,15 +144,17 @@ def marked_ms(raw: bytes) -> int:
     """
     if b'"cache_control"' not in raw and b'"prompt_cache_' not in raw:
         return 0
-    return max((_mark_ms(found, raw) for found in islice(_MARK.finditer(raw), _MARKS_MAX)), default=0)
+    marks = list(islice(_MARK.finditer(raw), _MARKS_MAX))
+    explicit = [found for found in marks if found[1] and _EXPLICIT.search(found[2])]
+    if explicit and b'"prompt_cache_breakpoint"' not in raw:
+        marks = [found for found in marks if found not in explicit]
+    return max(map(_mark_ms, marks), default=0)
 
 
-def _mark_ms(found: re.Match[bytes], raw: bytes) -> int:
+def _mark_ms(found: re.Match[bytes]) -> int:
     is_options, fields = found[1], found[2]
     if fields is None:
         return _DAY_MS
-    if is_options and _EXPLICIT.search(fields) and b'"prompt_cache_breakpoint"' not in raw:
-        return 0
     ttl = _TTL.search(fields)
     if ttl is None:
         return 30 * _MINUTE_MS if is_options else 5 * _MINUTE_MS

@@ -208,7 +208,7 @@ def _items(
     """Yield a message's items without ids: part, position in it, item. `customs`: calls of custom tools so far."""
     role, content, done = message["role"], message.get("content"), {"status": "completed"}
     if role == "tool":
-        call_id = message.get("tool_call_id") or ""
+        call_id = _text(message.get("tool_call_id"))
         is_custom = call_id in customs or _ids_of(ids, (_PREFIXES["custom_tool_call_output"],))
         kind = "custom_tool_call_output" if is_custom else "function_call_output"
         output = content if isinstance(content, str) else _parts("input_text", content)
@@ -217,7 +217,7 @@ def _items(
     if role != _ASSISTANT:
         yield "content", 0, {"type": "message", "role": role, "content": _parts("input_text", content), **done}
         return
-    if reasoning := message.get("reasoning"):
+    if reasoning := _text(message.get("reasoning")):
         yield (
             "reasoning",
             0,
@@ -229,18 +229,22 @@ def _items(
     call_ids = _ids_of(ids, _CALLS)
     calls = message.get("tool_calls")
     for at, call in enumerate(calls if isinstance(calls, list) else ()):
-        function, call_id = call.get("function") or {}, call.get("id") or ""
+        given = call if isinstance(call, dict) else {}
+        function, call_id = given.get("function"), _text(given.get("id"))
+        function = function if isinstance(function, dict) else {}
+        name, arguments = _text(function.get("name")), _text(function.get("arguments"))
         if call_id in customs or (call_ids[at : at + 1] and call_ids[at].startswith(_PREFIXES["custom_tool_call"])):
             customs.add(call_id)
-            said = {"type": "custom_tool_call", "input": custom_input(function.get("arguments") or "")}
-            yield "tool_calls", at, {**said, "call_id": call_id, "name": function.get("name") or ""}
+            said = {"type": "custom_tool_call", "input": custom_input(arguments)}
+            yield "tool_calls", at, {**said, "call_id": call_id, "name": name}
         else:
-            said = {
-                "type": "function_call",
-                "arguments": function.get("arguments") or "",
-                "name": function.get("name") or "",
-            }
+            said = {"type": "function_call", "arguments": arguments, "name": name}
             yield "tool_calls", at, {**said, "call_id": call_id, **done}
+
+
+def _text(said: Any) -> str:
+    """Return a text of a client's message; empty for a value that is none."""
+    return said if isinstance(said, str) else ""
 
 
 def _parts(kind: str, content: Any) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -79,7 +79,7 @@ class Conversations:
 
     async def create(self, tenant: TenantId, items: Any, terms: Terms, *, key: str) -> CacheSessionMetadata:
         """Create a conversation that belongs to no model before its first response. `key`: of the usage."""
-        first, lease_id = pending_segment(_messages(items)), secrets.token_hex(16)
+        first, lease_id = await asyncio.to_thread(_pending, items), secrets.token_hex(16)
         reserved = await self._manager.reserve(
             NewSession(
                 tenant=tenant,
@@ -120,9 +120,9 @@ class Conversations:
 
     async def add(self, tenant: TenantId, name: SessionId, items: Any) -> list[Json]:
         """Add items at the end, and return them. Raises ContextBusy while a response is made."""
-        new = pending_segment(_messages(items))
+        new = await asyncio.to_thread(_pending, items)
         await self._change(tenant, name, lambda segments: (len(segments), new))
-        return _plain_items(new, name)
+        return await asyncio.to_thread(_plain_items, new, name)
 
     async def remove(self, tenant: TenantId, name: SessionId, item_id: str) -> CacheSessionMetadata:
         """Delete an item. The next turn computes what stood behind it again. Raises as `add`."""
@@ -154,7 +154,9 @@ class Conversations:
         A context without anything left is deleted. Raises InvalidRequest for a response that later items follow.
         """
         session, last, placed, _ = await self._response(tenant, response)
+        name = session.session_id
         record = response_record(stored_messages(last[-1])[-1])
+        items_stay = bool(record.get("in_conversation")) or name.startswith(PREFIX)
 
         def cut(segments: Segments) -> tuple[int, Segments]:
             if segments != last:
@@ -163,12 +165,11 @@ class Conversations:
             before = segments[:-1]
             answers = [at for at, segment in enumerate(before) if segment.kind is SegmentKind.ANSWER]
             keep = answers[-1] + 1 if answers else 0
-            return keep, untokenised(segments, placed, keep) if record.get("in_conversation") else ()
+            return keep, untokenised(segments, placed, keep) if items_stay else ()
 
-        name = session.session_id
         with _telling_no_response(response):
             left = await self._change(tenant, name, cut)
-            if not left.num_tokens and not record.get("in_conversation"):
+            if not left.num_tokens and not items_stay:
                 await self._contexts.delete(tenant, name)
 
     async def _response(
@@ -198,16 +199,24 @@ class Conversations:
         check_id(name)
         lease_id = secrets.token_hex(16)
         with self._reads.request(tenant):
-            session, segments = await self._manager.begin_turn(tenant, name, lease_id=lease_id, lease_ttl_ms=_LEASE_MS)
-            if session.mode is SessionMode.PREFIX:
-                raise InvalidRequest("a context of mode prefix does not change", param="conversation_id")
-            try:
+            async with self._freeing(tenant, name, lease_id):
+                session, segments = await self._manager.begin_turn(
+                    tenant, name, lease_id=lease_id, lease_ttl_ms=_LEASE_MS
+                )
+                if session.mode is SessionMode.PREFIX:
+                    raise InvalidRequest("a context of mode prefix does not change", param="conversation_id")
                 keep, new = await asyncio.to_thread(change, segments)
                 return await self._commit(session, lease_id, keep, new)
-            except BaseException:
-                with suppress(ContextCacheError):
-                    await self._manager.abort_turn(tenant, name, lease_id=lease_id)
-                raise
+
+    @asynccontextmanager
+    async def _freeing(self, tenant: TenantId, name: SessionId, lease_id: str) -> AsyncIterator[None]:
+        """Give a lease back after a failure. A call without a reply may have taken it."""
+        try:
+            yield
+        except BaseException:
+            with suppress(ContextCacheError):
+                await self._manager.abort_turn(tenant, name, lease_id=lease_id)
+            raise
 
     async def _commit(
         self, session: CacheSessionMetadata, lease_id: str, keep: int, new: Segments, *, usage: Usage | None = None
@@ -238,12 +247,12 @@ def _plain_items(segments: Segments, name: SessionId) -> list[Json]:
     return [one.item for one in items_of(segments, name=name)]
 
 
-def _messages(items: Any) -> list[Json]:
-    """Return items of a client's body as messages with new ids. Raises InvalidRequest."""
+def _pending(items: Any) -> Segments:
+    """Return items of a client's body as messages with new ids, which no turn has read. Raises InvalidRequest."""
     if not isinstance(items, list) or len(items) > _NEW_ITEMS_MAX:
         raise InvalidRequest(f"items must be a list of at most {_NEW_ITEMS_MAX} items", param="items")
     check_items_of_input(msgspec.json.encode(items), param="items")
-    return with_new_ids(messages_of(items, param="items"), items)
+    return pending_segment(with_new_ids(messages_of(items, param="items"), items))
 
 
 def _response(

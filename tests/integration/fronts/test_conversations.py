@@ -200,6 +200,18 @@ async def test_the_items_of_a_conversation_outlive_its_deleted_response(client, 
         await client.responses.retrieve(answer.id)
 
 
+async def test_the_items_of_a_conversation_outlive_an_answer_that_named_it_otherwise(client, front):
+    """Seen failing: a deleted answer of a chat took the added items with it, and the conversation."""
+    made = await client.conversations.create(items=[USER])
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "And Rome?"}], "session_id": made.id}
+    async with front.post("/v1/chat/completions", chat) as answer:
+        assert answer.status == 200, await answer.text()
+    before = await listed(client, made.id)
+    await client.responses.delete(f"resp_2_{made.id}")
+
+    assert await listed(client, made.id) == before
+
+
 @envoy_too
 async def test_another_tenant_gets_the_answer_for_what_is_not_there(client, front):
     made = await client.conversations.create(items=[USER])

@@ -91,12 +91,20 @@ def test_what_a_client_writes_as_ids_is_no_id_of_its_items():
 
 
 @pytest.mark.parametrize(
-    "odd", [{"tool_calls": {"a": 1}}, {"tool_calls": [{}]}, {"tool_calls": None}, {"content": None}, {"content": []}]
+    "odd",
+    [
+        *({"tool_calls": {"a": 1}}, {"tool_calls": [{}]}, {"tool_calls": None}, {"content": None}, {"content": []}),
+        *({"tool_calls": ["x"]}, {"tool_calls": [{"function": "x"}]}, {"tool_calls": [{"id": [1], "function": {}}]}),
+        *({"tool_calls": [{"function": {"name": 1, "arguments": {}}}]}, {"tool_call_id": [1], "content": "x"}),
+        *({"reasoning": [1]}, {"reasoning": {"a": 1}}),
+    ],
 )
 def test_odd_messages_of_a_client_make_no_list_fail(odd):
-    """Seen failing: a tool call without a function raised KeyError."""
+    """Seen failing: a tool call without a function, reasoning that is a list, and an id that is one raised."""
     for role in ("assistant", "user", "tool"):
         items = shown((prompt({"role": role, **odd}, user("Hi")),))
+        for item in items:
+            ITEM.validate_python(item)
 
         assert items[-1]["content"][0]["text"] == "Hi"
 

@@ -276,3 +276,19 @@ async def test_of_one_tenant_s_usage_only_so_much_is_read_at_a_time(parts, monke
 
     assert await asyncio.gather(*reads, others) == ["demo"] * 4 + ["other"]
     assert await read("demo") == "demo"
+
+
+async def test_a_change_of_items_whose_lease_got_no_reply_leaves_the_context_free(parts, monkeypatch):
+    """Seen failing: the context was busy until the lease ended."""
+    await parts.directory.add("ctx_1")
+    begin = parts.directory.begin_turn
+
+    async def without_reply(*named, **how):
+        await begin(*named, **how)
+        raise StoreUnavailable("no reply")
+
+    monkeypatch.setattr(parts.directory, "begin_turn", without_reply)
+    with pytest.raises(StoreUnavailable):
+        await parts.gateway.conversations.add("demo", "ctx_1", [{"role": "user", "content": "Hi"}])
+
+    await begin("demo", "ctx_1", lease_id="turn", lease_ttl_ms=1000)

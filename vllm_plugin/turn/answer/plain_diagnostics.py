@@ -94,17 +94,22 @@ def _digest(text: bytes) -> bytes:
     return blake2b(text, digest_size=16).digest()
 
 
+def _id_digest(answer_id: str) -> bytes:
+    return _digest(answer_id.encode(errors="surrogatepass"))
+
+
 @dataclass
 class PlainDiagnostics:
     """Parts of the latest answers of each tenant that asked. One per turn process."""
 
-    _answers: dict[TenantId, dict[str, Parts]] = field(default_factory=dict)
+    _answers: dict[TenantId, dict[bytes, Parts]] = field(default_factory=dict)
+    """By a digest of the answer's id: vLLM lets a client choose the id of a response, of any length."""
 
     def compare(self, tenant: TenantId, asked: Asked, cached_tokens: int) -> Comparison | None:
         """Compare a request with that of the earlier answer; None: it names none."""
         if not asked.compared_with:
             return None
-        earlier = self._answers.get(tenant, {}).get(asked.compared_with)
+        earlier = self._answers.get(tenant, {}).get(_id_digest(asked.compared_with))
         if earlier is None:
             return Comparison(Cause.NOT_FOUND)
         now = asked.parts
@@ -117,7 +122,7 @@ class PlainDiagnostics:
     def remember(self, tenant: TenantId, answer_id: str, parts: Parts) -> None:
         """Keep the parts of an answered request in place of the tenant's oldest."""
         answers = self._answers[tenant] = self._answers.pop(tenant, {})
-        answers[answer_id] = parts
+        answers[_id_digest(answer_id)] = parts
         if len(answers) > _ANSWERS_MAX:
             del answers[next(iter(answers))]
         if len(self._answers) > _TENANTS_MAX:

@@ -8,8 +8,8 @@ ids come out the same are kept. The messages of a resend go to the engine, and i
 
 A prompt that cannot fit the model's window is refused before all of it is tokenised. Tokenising takes a second per
 megabyte and holds up every other request of the pod. The beginning of a long prompt is enough to refuse it: a text that
-begins with more tokens than the window has cannot fit, however it goes on. Only the client's new text is checked:
-`truncation` cuts stored history, never new text.
+begins with more tokens than the window has cannot fit, however it goes on. Only text without token ids is checked, the
+client's new text and added items: `truncation` cuts stored history, never new text.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ async def compose_turn(
     messages: tuple[dict[str, Any], ...] = ()
     ids: tuple[int, ...]
     if request.prompt.messages is not None:
-        await refuse_too_long(engine, request, request.prompt)
+        # Each by itself: the rest behind a deleted item may fill the window, and `truncation` cuts it.
+        for new in (request.prompt.messages, transcript.pending if is_append else ()):
+            await refuse_too_long(engine, request, ClientPrompt(messages=new))
         messages = (transcript.messages if is_append else ()) + request.prompt.messages
         frame = None if is_append else await _frame(engine, request, head)
         if frame and head.token_ids[: len(frame.before)] != frame.before:
@@ -108,7 +110,7 @@ async def compose_turn(
         else:
             head, rest, ids = await _chat_after(engine, request, head, messages)
     else:
-        if transcript.is_pending:
+        if transcript.pending:
             raise InvalidRequest(
                 "the context has items that no turn has read: continue it with messages", param="prompt"
             )

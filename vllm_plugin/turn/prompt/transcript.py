@@ -60,9 +60,12 @@ class Transcript:
         return frozenset(chain.from_iterable(ids for segment in self.segments for _, ids in _with_ids(segment)))
 
     @property
-    def is_pending(self) -> bool:
-        """Whether the last messages wait for the turn that tokenises them."""
-        return any(segment.messages_json and not segment.num_tokens for segment in self.segments[-1:])
+    def pending(self) -> tuple[dict[str, Any], ...]:
+        """The last messages, which wait for the turn that tokenises them."""
+        first = len(self.segments)
+        while first and self.segments[first - 1].messages_json and not self.segments[first - 1].num_tokens:
+            first -= 1
+        return tuple(chain.from_iterable(self.messages_by_segment[first:]))
 
     def identified(self, messages: Sequence[dict[str, Any]], *, kept: int) -> tuple[dict[str, Any], ...]:
         """Return messages that replace those behind the first `kept` segments, with the ids that equal ones have."""

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contextcache.errors import ContextLengthExceeded, ContextNotFound
+from contextcache.items import pending_segment
+from contextcache.model import TurnCommit
 from tests.kit.fake_vllm import FakeVllm, encode
 from tests.kit.turn_bench import Pod
 from vllm_plugin.turn.prompt.composition import CHARS_PER_TOKEN, CUT_TOKENS, SHORT_TOKENS, refuse_too_long
@@ -124,6 +126,34 @@ async def test_each_dialect_refuses_a_prompt_that_cannot_fit_by_its_beginning(po
         pod.engine.requests.clear()
 
     answer = await pod.ask("mine", path=path, **body, **more)
+
+    await check_refused(pod, answer)
+
+
+@pytest.mark.parametrize("num_batches", [1, 3])
+@pytest.mark.parametrize("more", [{}, ROLLING], ids=["refused", "cut"])
+async def test_added_items_that_cannot_fit_are_refused_by_their_beginning(pod, num_batches, more):
+    """Seen failing: the next turn tokenised all items that were added since the last one, megabytes at once."""
+    session_id = (await pod.create(messages=[HI])).json["session_id"]
+    for number in range(num_batches):
+        begun = {"lease_id": f"change {number}", "lease_ttl_ms": 1000}
+        session, segments = await pod.manager.begin_turn("demo", session_id, **begun)
+        text = LONG[: SIZE // num_batches]
+        await pod.manager.commit_turn(
+            TurnCommit(
+                tenant="demo",
+                session_id=session_id,
+                lease_id=begun["lease_id"],
+                expected_generation=session.generation,
+                keep_segments=len(segments),
+                segments=pending_segment([said("user", text)]),
+                cache_ref=session.cache_ref,
+                holder=session.holder,
+            )
+        )
+    pod.engine.requests.clear()
+
+    answer = await pod.chat(session_id, messages=[HI], context_mode="append", **more)
 
     await check_refused(pod, answer)
 
