@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -188,41 +188,45 @@ class Manifests:
     def _add(self, record: ManifestRecord) -> None:
         """Add a record, replacing one of the same name."""
         self._hold(record)
-        if (before := self._records.get(record.cache_ref)) is not None:
-            self._drop(before)
+        if record.cache_ref in self._records:
+            self._drop(record.cache_ref)
         self._records[record.cache_ref] = record
         self._sessions.setdefault((record.tenant, record.session_id), {})[record.cache_ref] = None
         self.prefixes.add(record.cache_ref, record.at)
         self._refs.sealed(record.tenant, record.cache_ref)
 
-    def _drop(self, record: ManifestRecord) -> None:
-        del self._records[record.cache_ref]
+    def _drop(self, cache_ref: CacheRef) -> None:
+        record = self._records.pop(cache_ref)  # its promise may have ended while its file was removed
         session = (record.tenant, record.session_id)
-        del self._sessions[session][record.cache_ref]
+        del self._sessions[session][cache_ref]
         if not self._sessions[session]:
             del self._sessions[session]
-        self.prefixes.remove(record.cache_ref, record.at)
+        self.prefixes.remove(cache_ref, record.at)
         self._let_go(record)
 
     def _hold(self, record: ManifestRecord) -> None:
         for holder in record.holders:
             self._blocks.hold(record.keys, holder)
         if record.promise.until_ms:
+            if len(self._promise_ends) > 2 * len(self._records):
+                records = self._records.values()
+                self._promise_ends = [(it.promise.until_ms, it.cache_ref) for it in records if it.promise.until_ms]
+                heapify(self._promise_ends)
             heappush(self._promise_ends, (record.promise.until_ms, record.cache_ref))
 
     def _let_go(self, record: ManifestRecord) -> None:
         for holder in reversed(record.holders):
             self._blocks.let_go(record.keys, holder)
 
-    def _replace(self, before: ManifestRecord, after: ManifestRecord) -> None:
-        """Put a changed record in the place of the same manifest's."""
+    def _replace(self, after: ManifestRecord) -> None:
+        """Put a changed record in the place of the same manifest's, whose promise may have ended in the meantime."""
         self._hold(after)
-        self._let_go(before)
+        self._let_go(self._records[after.cache_ref])
         self._records[after.cache_ref] = after
 
     def end_promise(self, record: ManifestRecord) -> None:
         """Take the promise from a record. Its file still has it, so after a restart it lasts to its time."""
-        self._replace(record, replace(record, promise=NO_PROMISE))
+        self._replace(replace(record, promise=NO_PROMISE))
 
     def end_promises(self) -> None:
         """Take the promises from the records whose time is over."""
@@ -235,7 +239,7 @@ class Manifests:
 
     def _forget(self, records: Iterable[ManifestRecord]) -> None:
         for record in records:
-            self._drop(record)
+            self._drop(record.cache_ref)
             self._refs.unsealed(record.tenant, record.cache_ref)
             self._read_last.pop(record.cache_ref, None)
 
@@ -438,13 +442,15 @@ class Manifests:
     ) -> int:
         """Give the unexpired manifests among the chosen ones a new expiry, in file and index; return how many.
 
-        Chooses once nothing else changes manifests. A manifest of an interrupted turn keeps its expiry.
+        Chooses once nothing else changes manifests. A manifest of an interrupted turn keeps its expiry, and promised
+        kept KV lives at least to its promise's end.
         `interrupts`: the turns of the chosen ones have ended without a commit, and no expiry becomes later.
         """
 
         def moved(record: ManifestRecord) -> ManifestRecord:
             if not interrupts:
-                return replace(record, expires_at_ms=expires_at_ms)
+                least_ms = record.promise.until_ms if record.is_kept else 0
+                return replace(record, expires_at_ms=max(expires_at_ms, least_ms))
             until_ms = min(expires_at_ms, record.expires_at_ms)
             return replace(record, expires_at_ms=until_ms, interrupted=True, promise=NO_PROMISE)
 
@@ -467,7 +473,7 @@ class Manifests:
                     continue
                 changed = plan(record)
                 if changed is not None and await self._threads.write(self._rewrite, changed):
-                    self._replace(record, changed)
+                    self._replace(changed)
                     self.on_change("touched", changed)
                     num_changed += 1
         return num_changed

@@ -316,6 +316,70 @@ async def test_an_orphan_stays_for_its_promise_while_its_session_lives_and_goes_
         assert [await is_there(kv, new) for new in (old, newest)] == [False, False]
 
 
+def end_promises_in_writes(kv: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the promises end while manifest files change, as a pass of the collector or a request does."""
+    write = kv.sidecar.threads.write
+
+    async def slowly(work: object, *args: object) -> object:
+        result = await write(work, *args)  # type: ignore[arg-type]  # any work
+        kv.clock.advance(ms=HOUR_MS)
+        kv.catalog.manifests.end_promises()
+        return result
+
+    monkeypatch.setattr(kv.sidecar.threads, "write", slowly)
+
+
+@pytest.mark.parametrize("change", ["touch", "retain", "lose", "delete"])
+async def test_a_promise_that_ends_during_a_change_of_its_manifest_ends_once(
+    kv: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Seen failing: its blocks had -1 references, so no delete freed them, and their bytes were promised for ever."""
+    new, _ = await save(kv, 1, retain_ms=HOUR_MS)
+    await kv.catalog.touch(TENANT, "ctx_1", kv.clock.now_ms() + 9 * HOUR_MS)
+    with monkeypatch.context() as patches:
+        end_promises_in_writes(kv, patches)
+        match change:
+            case "touch":
+                await kv.catalog.touch(TENANT, "ctx_1", kv.clock.now_ms() + 8 * HOUR_MS)
+            case "retain":
+                await retain(kv, new, retain_ms=HOUR_MS + 1)
+            case "lose":
+                await kv.catalog.manifests.lose(lambda: [kv.catalog.manifests.get(new.cache_ref)])
+            case "delete":
+                await kv.sidecar.delete(TENANT, "ctx_1", [])
+    kv.clock.advance(ms=2 * HOUR_MS)
+    await kv.sidecar.collect()
+    await kv.sidecar.delete(TENANT, "ctx_1", [])
+    await kv.sidecar.collect()
+
+    assert kv.blocks.all_promised_bytes("promise") == 0
+    assert kv.blocks.usage().size_bytes == 0
+
+
+async def test_a_hit_of_kept_kv_does_not_shorten_its_promise(kv: SidecarUnderTest) -> None:
+    """Seen failing: the expiry that a hit gives was written after the promise, and the KV expired within it."""
+    new, _ = await save(kv, 1, session_id="kept_a")
+    kv.clock.advance(ms=TTL_MS // 2)
+    kv.catalog.retention.use(new.cache_ref, kv.clock.now_ms() + TTL_MS)
+    promise = await retain(kv, new, retain_ms=2 * HOUR_MS)
+    await kv.sidecar.collect()
+    kv.clock.advance(ms=TTL_MS)
+    await kv.sidecar.collect()
+
+    assert kv.clock.now_ms() < promise.until_ms
+    assert await is_there(kv, new)
+
+
+async def test_asking_again_and_again_takes_no_memory(kv: SidecarUnderTest) -> None:
+    """Seen failing: the end of each promise and each touch was remembered, for a day."""
+    new, _ = await save(kv, 1, retain_ms=HOUR_MS)
+    for number in range(100):
+        await retain(kv, new, retain_ms=HOUR_MS + number)
+        await kv.catalog.touch(TENANT, "ctx_1", kv.clock.now_ms() + TTL_MS + number)
+
+    assert len(kv.catalog.manifests._promise_ends) < 10
+
+
 @dataclass
 class Accepted:
     """A promise as the model remembers it."""

@@ -154,6 +154,7 @@ class EngineIdentity:
         self._settled: RankFacts | None = None
         """Facts before the moves that are in doubt."""
         self._num_moves = 0
+        """Moves in doubt; also those that came before the facts."""
 
     def learn(self, ranks: Iterable[RankFacts]) -> bool:
         """Take the workers' facts; return whether they agree.
@@ -171,15 +172,18 @@ class EngineIdentity:
         self.facts, self._first_epoch = known[0], documents[0].get(_EPOCH, "")
         if not self.are_weights_known:
             self.move()
-        self._settled, self._num_moves = None, 0
+            self._settled, self._num_moves = None, 0
+        elif self._num_moves:  # before the first step, with which these facts came
+            self._num_moves -= 1
+            self.move()
         return True
 
     def move(self) -> None:
         """Take a fingerprint that no saved KV has: nothing that was saved before is loaded."""
+        self._num_moves += 1
         if self.facts is None:
             return
         self._settled = self._settled or self.facts
-        self._num_moves += 1
         document = json.loads(self.facts.fingerprint_json)
         document[_EPOCH] = f"{self._first_epoch}/{secrets.token_hex(16)}"
         if not self.are_weights_known:
@@ -194,7 +198,12 @@ class EngineIdentity:
         return self._num_moves > 0
 
     def settle(self, num_sleeps: int) -> None:
-        """End the doubt. Sleeps with equal weights move nothing: if each move was one, the facts are as before."""
+        """End the doubt. Sleeps with equal weights move nothing: if each move was one, the facts are as before.
+
+        Moves of facts that are not known yet stay in doubt.
+        """
+        if self.facts is None:
+            return
         if self._settled is not None and num_sleeps == self._num_moves:
             self.facts, self._news = self._settled, self._settled.fingerprint_json
         self._settled, self._num_moves = None, 0
