@@ -98,8 +98,8 @@ class References:
 
     @property
     def is_kept_alone(self) -> bool:
-        """Whether manifests of kept KV refer to it, and no session's."""
-        return bool(self.kept and not self.manifest)
+        """Whether manifests of kept KV refer to it, none of a session and no promise."""
+        return bool(self.kept and not self.manifest and not self.promise)
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +185,7 @@ class Blocks:
         self._used: Counter[TenantId] = Counter()
         """Bytes on disk and bytes reserved, by tenant."""
         self._kept: Counter[TenantId] = Counter()
-        """Bytes that only kept KV refers to, by tenant."""
+        """Bytes that only kept KV without a promise refers to, by tenant."""
         self._promised: dict[PromiseKind, Counter[TenantId]] = {"promise": Counter(), "pin": Counter()}
         """Bytes under promises, by tenant: each block once."""
         self.inodes: tuple[int, int] | None = None
@@ -351,7 +351,7 @@ class Blocks:
         return self._used[tenant], self._tenant_limit_bytes
 
     def kept_bytes(self, tenant: TenantId) -> int:
-        """Return the bytes of a tenant that only kept KV refers to."""
+        """Return the bytes of a tenant that only kept KV without a promise refers to: its contexts can have them."""
         return self._kept[tenant]
 
     def promised_bytes(self, kind: PromiseKind, tenant: TenantId) -> int:

@@ -603,7 +603,8 @@ class ContextCatalog:
         num_replaced = await self.retention.remove_replaced()
         self._intake.end_overdue()
         self._leases.expire()
-        self.manifests.end_promises()
+        while not self.manifests.end_promises():  # noqa: ASYNC110  # each part ends some
+            await asyncio.sleep(0)
         now_ms = self._runtime.clock.now_ms()
         expired = [record for record in self.manifests if record.expires_at_ms <= now_ms]
         records, freed = await self.retention.sweep(expired, self._runtime.metrics.collected)

@@ -236,11 +236,9 @@ class Sidecar:
         manifests, is_promised = self.catalog.manifests, self.catalog.promises.is_promised
         self._unnamed = {ref for ref in self._unnamed if manifests.get(ref)} | {it.cache_ref for it in orphans}
 
-        def is_gone(record: ManifestRecord) -> bool:
-            siblings = manifests.of_session(record.tenant, record.session_id)
-            return all(it.cache_ref in self._unnamed for it in siblings)
-
-        return [it for it in orphans if not is_promised(it) or is_gone(it)]
+        found = {(it.tenant, it.session_id) for it in orphans}
+        living = {one for one in found if any(it.cache_ref not in self._unnamed for it in manifests.of_session(*one))}
+        return [it for it in orphans if not is_promised(it) or (it.tenant, it.session_id) not in living]
 
     async def collect_shared(self) -> Removed:
         """Make the shared store's pass, if it is time. Apart from `collect`: a store may take hours."""

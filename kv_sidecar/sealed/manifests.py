@@ -45,7 +45,7 @@ Answer = TypeVar("Answer")
 _REMEMBERED = 4
 """Manifests in memory, about 5 MB each for 128 000 tokens."""
 SWEPT_AT_ONCE = 100
-"""Manifests removed while seals, touches and deletes wait."""
+"""Manifests removed while seals, touches and deletes wait, and promises ended while all else waits."""
 MAX_FILE_BYTES = 256 << 20
 """Largest manifest file: it has 4 bytes a token and about 35 a block file, so ten million tokens are far below."""
 _SUFFIX = ".safetensors"
@@ -228,14 +228,17 @@ class Manifests:
         """Take the promise from a record. Its file still has it, so after a restart it lasts to its time."""
         self._replace(replace(record, promise=NO_PROMISE))
 
-    def end_promises(self) -> None:
-        """Take the promises from the records whose time is over."""
+    def end_promises(self) -> bool:
+        """Take the promises from the records whose time is over, `SWEPT_AT_ONCE` at most; return whether all are."""
         now_ms = self._clock.now_ms()
-        while self._promise_ends and self._promise_ends[0][0] <= now_ms:
+        for _ in range(SWEPT_AT_ONCE):
+            if not self._promise_ends or self._promise_ends[0][0] > now_ms:
+                return True
             until_ms, cache_ref = heappop(self._promise_ends)
             record = self._records.get(cache_ref)
             if record is not None and record.promise.until_ms == until_ms:
                 self.end_promise(record)
+        return False
 
     def _forget(self, records: Iterable[ManifestRecord]) -> None:
         for record in records:

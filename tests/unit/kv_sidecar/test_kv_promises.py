@@ -21,6 +21,7 @@ from contextcache.names import new_cache_ref
 from kv_sidecar.catalog import ForkTerms
 from kv_sidecar.format.manifest import all_keys, block_meta, num_files
 from kv_sidecar.saves import RETAIN_MS_MAX, NewSave
+from kv_sidecar.sealed import manifests
 from tests.kit.kv_blocks import BLOCK_TOKENS, TENANT, TTL_MS, SidecarUnderTest, block_file_bytes, new_save, planned
 
 TOKENS = 8
@@ -378,6 +379,35 @@ async def test_asking_again_and_again_takes_no_memory(kv: SidecarUnderTest) -> N
         await kv.catalog.touch(TENANT, "ctx_1", kv.clock.now_ms() + TTL_MS + number)
 
     assert len(kv.catalog.manifests._promise_ends) < 10
+
+
+async def test_promises_that_end_together_end_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing: 55 000 that ended in one night held up the event loop for half a second."""
+    monkeypatch.setattr(manifests, "SWEPT_AT_ONCE", 1)
+    async with kv_at(tmp_path, ManualClock()) as kv:
+        for number in range(2):
+            assert (await save(kv, number, retain_ms=HOUR_MS))[1].until_ms
+        kv.clock.advance(ms=HOUR_MS)
+        parts = [kv.catalog.manifests.end_promises(), kv.blocks.all_promised_bytes("promise")]
+        await kv.sidecar.collect()
+
+        assert parts == [False, CONTEXT_BYTES]
+        assert kv.blocks.all_promised_bytes("promise") == 0
+
+
+async def test_promised_kept_kv_is_no_room_for_its_tenant_s_contexts(tmp_path: Path) -> None:
+    """Seen failing: the gateway let contexts begin that could not be saved, and each save looked at all manifests."""
+    async with kv_at(tmp_path, ManualClock(), tenant_limit_bytes=4 * CONTEXT_BYTES) as kv:
+        await save(kv, 1, session_id="kept_a", retain_ms=HOUR_MS)
+        for number in range(2, 5):
+            await save(kv, number)
+
+        assert kv.catalog.tenant_usage(TENANT) == (4 * CONTEXT_BYTES, 4 * CONTEXT_BYTES)
+        kv.clock.advance(ms=HOUR_MS - 1)
+        assert kv.catalog.is_promised(TENANT, next(iter(kv.catalog.manifests)).cache_ref)
+        kv.clock.advance(ms=1)
+        kv.catalog.manifests.end_promises()
+        assert kv.catalog.tenant_usage(TENANT) == (3 * CONTEXT_BYTES, 4 * CONTEXT_BYTES)
 
 
 @dataclass
