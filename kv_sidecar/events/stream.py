@@ -50,6 +50,7 @@ class EventStream:
         self._context = zmq.asyncio.Context()
         self._events: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUB)  # never waits, so no loop has to
         self._replays = self._context.socket(zmq.ROUTER)
+        self._replays.copy_threshold = 0  # with `copy=False`: subscribers that do not read share one snapshot's memory
         self._last = 0
         """Number of the last batch."""
         self._kept = deque[Batch](maxlen=_BATCHES_KEPT)
@@ -118,7 +119,7 @@ class EventStream:
             is_kept = first >= self._kept[0][0]
             batches = [it for it in self._kept if it[0] >= first] if is_kept else await self._all_blocks()
             for batch in batches:
-                await self._replays.send_multipart((client, b"", self._topic, *_frames(batch)))
+                await self._replays.send_multipart((client, b"", self._topic, *_frames(batch)), copy=False)
             await self._replays.send_multipart((client, b"", b"", _END, b""))
             self._runtime.metrics.replays.labels("batches" if is_kept else "snapshot").inc()
             await asyncio.sleep(_TOGETHER_S)
