@@ -61,6 +61,9 @@ TTL_S = 24 * 3600
 """Life of a conversation after its last use: OpenAI's never ends, and a client may come back the next day."""
 _NEW_ITEMS_MAX = 20
 """OpenAI's limit of the items in one call."""
+_UNREAD_CHARS_MAX = 8 << 20
+"""Characters of JSON of the items that wait for a turn: twice what a window of a million tokens holds. A list of them
+takes ten times as much memory."""
 _LEASE_MS = 10_000
 """Lease of a change until its commit. If this process dies in between, the conversation is free after it."""
 _READS_MAX = 4
@@ -92,7 +95,8 @@ class Conversations:
             lease_id=lease_id,
             lease_ttl_ms=_LEASE_MS,
         )
-        return await self._commit(reserved, lease_id, 0, first, usage=Usage(key, {"contexts": 1}))
+        async with self._freeing(tenant, reserved.session_id, lease_id):
+            return await self._commit(reserved, lease_id, 0, first, usage=Usage(key, {"contexts": 1}))
 
     async def read(self, tenant: TenantId, name: SessionId) -> CacheSessionMetadata:
         """Return a conversation."""
@@ -121,7 +125,15 @@ class Conversations:
     async def add(self, tenant: TenantId, name: SessionId, items: Any) -> list[Json]:
         """Add items at the end, and return them. Raises ContextBusy while a response is made."""
         new = await asyncio.to_thread(_pending, items)
-        await self._change(tenant, name, lambda segments: (len(segments), new))
+
+        def grown(segments: Segments) -> tuple[int, Segments]:
+            unread = [segment for segment in (*segments, *new) if not segment.num_tokens]
+            if sum(len(segment.messages_json) for segment in unread) > _UNREAD_CHARS_MAX:
+                told = f"over {_UNREAD_CHARS_MAX >> 20} MiB of items would wait for a response: create one first"
+                raise InvalidRequest(told, param="items")
+            return len(segments), new
+
+        await self._change(tenant, name, grown)
         return await asyncio.to_thread(_plain_items, new, name)
 
     async def remove(self, tenant: TenantId, name: SessionId, item_id: str) -> CacheSessionMetadata:

@@ -4,11 +4,22 @@ import asyncio
 
 import pytest
 
-from contextcache.errors import CacheRefNotFound, ContextNotFound, StoreUnavailable, TooManyInFlight
+from contextcache.errors import (
+    CacheRefNotFound,
+    ContextNotFound,
+    ContextQuotaExceeded,
+    InvalidRequest,
+    StoreUnavailable,
+    TooManyInFlight,
+)
 from contextcache.model import NewSession, Segment, SegmentKind, SessionPage, TurnCommit, TurnReceipt
+from contextcache.terms import Terms
+from gateway import conversations
 from gateway.http.answers import context_list, context_read
 from gateway.tenants.keys import SingleTenant
 from tests.kit.gateway_parts import PREVIOUS_REF, REF, GatewayParts, manifest_of
+from tests.kit.session_store import in_valkey
+from tests.kit.turn_bench import DirectoryInProcess
 
 
 async def test_a_context_is_described_with_its_kv(parts):
@@ -292,3 +303,26 @@ async def test_a_change_of_items_whose_lease_got_no_reply_leaves_the_context_fre
         await parts.gateway.conversations.add("demo", "ctx_1", [{"role": "user", "content": "Hi"}])
 
     await begin("demo", "ctx_1", lease_id="turn", lease_ttl_ms=1000)
+
+
+async def test_items_that_no_turn_has_read_have_a_bound(parts, monkeypatch):
+    """Seen failing: items were added without end, and lists of them took gigabytes of the gateway's memory."""
+    monkeypatch.setattr(conversations, "_UNREAD_CHARS_MAX", 10_000)
+    calls = parts.with_parts(manager=DirectoryInProcess(**in_valkey(clock=parts.clock))).conversations
+    item = {"role": "user", "content": "x" * 4_000}
+    made = await calls.create("demo", [item], Terms(), key="")
+    await calls.add("demo", made.session_id, [item])
+    with pytest.raises(InvalidRequest, match="create one first"):
+        await calls.add("demo", made.session_id, [item])
+
+    assert len(await calls.items("demo", made.session_id)) == 2
+
+
+async def test_a_conversation_whose_items_find_no_room_is_not_there(parts):
+    """Seen failing: it counted as a context of the tenant until its lease ended."""
+    manager = DirectoryInProcess(**in_valkey(clock=parts.clock))
+    manager.fault = ("commit_turn", ContextQuotaExceeded("no room"))
+    with pytest.raises(ContextQuotaExceeded):
+        await parts.with_parts(manager=manager).conversations.create("demo", [], Terms(), key="")
+
+    assert (await manager.list_sessions("demo", limit=9)).sessions == ()
