@@ -283,6 +283,7 @@ class ContextCatalog:
         if save.new.retain_ms:
             self.promises.count(record.promise)
             self.promises.end_covered(replace(save.manifest(), promise=record.promise))
+            await self._bring_pinned([record])
         if record.is_kept:
             await self.retention.replace(save.manifest())
 
@@ -473,6 +474,7 @@ class ContextCatalog:
                 lambda: [it for name in names if (it := self.manifests.live(tenant, name))], promised
             )
             await self._finish(changing)
+            await self._bring_pinned(it for name in names if (it := self.manifests.get(name)))
             if not self.is_promised(tenant, record.cache_ref):
                 promise = Promise(reason=promise.reason or NOT_SAVED)  # deleted, or lost, meanwhile
         self.promises.count(promise)
@@ -491,7 +493,11 @@ class ContextCatalog:
 
     async def restore_pins(self) -> None:
         """Bring the KV that is promised in memory there again, after a start."""
-        for record in self.manifests:
+        await self._bring_pinned(self.manifests)
+
+    async def _bring_pinned(self, records: Iterable[ManifestRecord]) -> None:
+        """Bring pinned KV into memory, where its blocks are no longer: the pin holds only those that are there."""
+        for record in records:
             if record.promise.pinned and self.promises.is_promised(record):
                 await self._bring(record)
 
@@ -502,7 +508,7 @@ class ContextCatalog:
 
     async def _bring(self, record: ManifestRecord) -> None:
         with suppress(SidecarUnavailable):
-            manifest = await self.manifests.read(record)
+            manifest = await self.manifests.read(record, again=True)
             if manifest is not None:
                 await self.tiers.read_ahead(manifest)
 

@@ -268,6 +268,31 @@ async def test_a_pin_stays_in_memory_and_returns_there_after_a_start(tmp_path: P
         assert kv.blocks.all_promised_bytes("pin") == 0
 
 
+@pytest.mark.parametrize("way", ["with the save", "later"])
+async def test_a_pin_whose_blocks_leave_memory_while_it_is_written_is_brought_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Seen failing: the answer said memory, and nothing brought the blocks there before the next start."""
+    async with kv_at(tmp_path, ManualClock(), disk_limit_bytes=4 * LIMIT_BYTES) as kv:
+        keys = all_keys(kv.plan(new_save(tokens(1), now_ms=kv.clock.now_ms())))
+        write = kv.sidecar.threads.write
+
+        async def slowly(work: object, *args: object) -> object:
+            result = await write(work, *args)  # type: ignore[arg-type]  # any work
+            if getattr(work, "__name__", "") in {"_put", "_rewrite"}:
+                for key in keys:
+                    kv.blocks.drop_copy(kv.blocks.get(key))
+            return result
+
+        monkeypatch.setattr(kv.sidecar.threads, "write", slowly)
+        new, promise = await save(kv, 1, retain_ms=HOUR_MS if way == "with the save" else 0, pinned=True)
+        if way == "later":
+            promise = await retain(kv, new, pinned=True)
+
+        assert promise.pinned
+        assert set(keys) <= set(kv.in_memory())
+
+
 async def test_a_pin_that_has_no_room_displaces_nothing_in_memory(tmp_path: Path) -> None:
     """Seen failing: the KV was read into memory before the pin was refused, in the place of other tenants' KV."""
     limits = {"memory_limit_bytes": 4 * CONTEXT_BYTES, "disk_limit_bytes": 4 * LIMIT_BYTES}
