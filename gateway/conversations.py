@@ -103,8 +103,10 @@ class Conversations:
         check_id(name)
         return await self._manager.get_session_metadata(tenant, name)
 
-    async def update(self, tenant: TenantId, name: SessionId, metadata: Mapping[str, str]) -> CacheSessionMetadata:
-        """Replace the metadata of a conversation."""
+    async def update(
+        self, tenant: TenantId, name: SessionId, metadata: Mapping[str, str] | None
+    ) -> CacheSessionMetadata:
+        """Replace the metadata of a conversation; None: they stay."""
         check_id(name)
         return await self._manager.touch(tenant, name, Terms(metadata=metadata))
 

@@ -175,7 +175,7 @@ async def read_conversation(call: Asked, conversation_id: str) -> Json:
 @contexts.post("/v1/conversations/{conversation_id}")
 async def update_conversation(call: Asked, conversation_id: str, said: Fields) -> Json:
     """Change a conversation's metadata."""
-    metadata = read_terms(said).metadata or {}
+    metadata = (read_terms(said).metadata or {}) if "metadata" in said else None
     return conversation_object(await call.gateway.conversations.update(call.tenant, conversation_id, metadata))
 
 
