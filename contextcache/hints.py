@@ -7,8 +7,8 @@ Hints are answered. Marks are not, as in the APIs that they come from.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -22,7 +22,8 @@ RETAIN_MS_MAX = 86_400_000
 ACTIONS_MAX = 16
 _FAULT_CHARS_MAX = 200
 _MARKS_MAX = 64
-"""Marks that are read in one request, the first ones. Anthropic allows 4, OpenAI considers 80."""
+"""Places of each name that are read in one request, the first ones. Anthropic allows 4 marks, OpenAI considers 80."""
+_NAMES = (b'"cache_control"', b'"prompt_cache_options"', b'"prompt_cache_retention"')
 _MARK = re.compile(
     rb'"(?:cache_control|(prompt_cache_options))"\s{0,9}:\s{0,9}\{([^{}]{0,500})\}'
     rb'|"prompt_cache_retention"\s{0,9}:\s{0,9}"24h"'
@@ -142,13 +143,22 @@ def marked_ms(raw: bytes) -> int:
     `cache_control`: 5 minutes unless it says more. `prompt_cache_options`: 30 minutes unless it says more; none in
     mode `explicit` without a breakpoint. `prompt_cache_retention: 24h`: a day.
     """
-    if b'"cache_control"' not in raw and b'"prompt_cache_' not in raw:
-        return 0
-    marks = list(islice(_MARK.finditer(raw), _MARKS_MAX))
+    marks = list(_marks(raw))
     explicit = [found for found in marks if found[1] and _EXPLICIT.search(found[2])]
     if explicit and b'"prompt_cache_breakpoint"' not in raw:
         marks = [found for found in marks if found not in explicit]
     return max(map(_mark_ms, marks), default=0)
+
+
+def _marks(raw: bytes) -> Iterator[re.Match[bytes]]:
+    """Yield the marks. A search for names is as fast as the memory; for the pattern, 32 MiB would take half a second."""
+    for name in _NAMES:
+        place = -1
+        for _ in range(_MARKS_MAX):
+            if (place := raw.find(name, place + 1)) < 0:
+                break
+            if found := _MARK.match(raw, place):
+                yield found
 
 
 def _mark_ms(found: re.Match[bytes]) -> int:
