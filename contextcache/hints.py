@@ -151,7 +151,7 @@ def marked_ms(raw: bytes) -> int:
 
 
 def _marks(raw: bytes) -> Iterator[re.Match[bytes]]:
-    """Yield the marks. A search for names is as fast as the memory; for the pattern, 32 MiB would take half a second."""
+    """Yield the marks. To search 32 MiB for the names takes 30 ms, and for the pattern half a second."""
     for name in _NAMES:
         place = -1
         for _ in range(_MARKS_MAX):
