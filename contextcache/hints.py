@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -34,11 +34,14 @@ _EXPLICIT = re.compile(rb'"mode"\s{0,9}:\s{0,9}"explicit"')
 _MINUTE_MS, _HOUR_MS, _DAY_MS = 60_000, 3_600_000, 86_400_000
 
 
+_Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
+
+
 class _Action(msgspec.Struct):
     """Action of vLLM 0.33 v1/kv_hints/protocol.py `KvHintAction`; all but its type may be left out."""
 
-    action_type: str
-    action_id: str = ""
+    action_type: _Name
+    action_id: _Name = ""
     action_version: str = ""
     payload: dict[str, Any] = {}
 
@@ -126,8 +129,6 @@ def read_hints(value: Any) -> tuple[Hint, ...]:
 def _hint(action: _Action, number: str) -> Hint:
     """Return an action as a hint. Raises ValueError."""
     name, kind = action.action_id or number, action.action_type
-    if len(name) + len(kind) > _FAULT_CHARS_MAX:
-        raise ValueError(f"an action's id and type must have at most {_FAULT_CHARS_MAX} characters together")
     if kind.lower() not in {"retain", "pin"}:
         return Hint(name, kind)
     payload = msgspec.convert(action.payload, _Retain)
