@@ -16,6 +16,7 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 from contextcache.errors import InvalidRequest
@@ -26,6 +27,8 @@ ITEM_IDS = "item_ids"
 """Key of a stored message: ids of its items. No part of the message that a template gets."""
 RESPONSE = "stored_response"
 """Key of a stored answer of `/v1/responses`: fields of the response that the transcript does not have."""
+INSTRUCTIONS: Mapping[str, Any] = {"is_instructions": True}
+"""Value of RESPONSE in a transcript's first message, which a response's instructions put there."""
 _TEXTS = {"input_text": "text", "output_text": "text", "summary_text": "text", "reasoning_text": "text"} | {
     "refusal": "refusal"
 }
@@ -122,6 +125,7 @@ def items_of(segments: Sequence[Segment], *, name: str) -> list[PlacedItem]:
     """
     found: list[PlacedItem] = []
     customs: set[str] = set()
+    given: set[str] = set()
     skipped = 1 if instructions_of(segments) is not None else 0
     for at, segment in enumerate(segments):
         for number, message in enumerate(stored_messages(segment)):
@@ -131,19 +135,25 @@ def items_of(segments: Sequence[Segment], *, name: str) -> list[PlacedItem]:
             for part, call, item in _items(message, ids, customs):
                 prefix = _PREFIXES[item["type"]]
                 kept = _ids_of(ids, _CALLS if part == "tool_calls" else (prefix,))[call : call + 1]
-                said = messages_json([{"context": name, "at": len(found)}, item])
-                digest = hashlib.blake2b(said.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-                found.append(PlacedItem({"id": (*kept, f"{prefix}{digest}")[0], **item}, at, number, part, call))
+                item_id = next(one for one in chain(kept, _digests(prefix, name, len(found), item)) if one not in given)
+                given.add(item_id)
+                found.append(PlacedItem({"id": item_id, **item}, at, number, part, call))
     return found
+
+
+def _digests(prefix: str, name: str, place: int, item: Mapping[str, Any]) -> Iterator[str]:
+    """Yield ids of an item without a stored one. An equal item may have moved from this place, and have the first."""
+    for again in count():
+        said = messages_json([{"context": name, "at": place, "again": again}, item])
+        digest = hashlib.blake2b(said.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        yield f"{prefix}{digest}"
 
 
 def instructions_of(segments: Sequence[Segment]) -> str | None:
     """Return the instructions of the last response in a transcript, its first message; None: there are none."""
-    records = (response_record(message) for segment in reversed(segments) for message in stored_messages(segment))
-    if not next((record.get("has_instructions") for record in records if record), False):
-        return None
-    first = stored_messages(segments[0])[0]
-    return first["content"] if first["role"] == "system" and isinstance(first["content"], str) else None
+    first = stored_messages(segments[0])[0] if segments else {}
+    said = first.get("content") if response_record(first) == INSTRUCTIONS else None
+    return said if isinstance(said, str) else None
 
 
 def response_record(message: Mapping[str, Any]) -> Mapping[str, Any]:

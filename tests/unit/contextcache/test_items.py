@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from contextcache.errors import InvalidRequest
 from contextcache.items import (
+    INSTRUCTIONS,
     ITEM_IDS,
     RESPONSE,
     items_of,
@@ -82,6 +83,19 @@ def test_the_id_of_an_item_without_a_stored_one_stays_when_others_follow():
     assert not set(ids) & {item["id"] for item in shown(before, name="conv_2")}
 
 
+def test_items_that_are_equal_and_come_to_one_place_have_two_ids():
+    """Seen failing: behind a deleted item, an item had the id of an equal one that had moved."""
+    segments = (prompt(user("Hi"), user("Yes")),)
+    placed = items_of(segments, name="conv_1")
+    left = untokenised(segments, placed, 0, gone=placed[0])
+    ids = [item["id"] for item in shown((*left, prompt(user("Yes")), prompt({**user("Yes"), ITEM_IDS: ["msg_1"]})))]
+    forged = shown((prompt(*[{**user("Hi"), ITEM_IDS: ["msg_1"]}] * 2),))
+
+    assert ids[0] == placed[1].item["id"]
+    assert len(set(ids)) == 3
+    assert forged[0]["id"] != forged[1]["id"]
+
+
 def test_what_a_client_writes_as_ids_is_no_id_of_its_items():
     """Seen failing: a number in the place of the list raised TypeError."""
     for forged in (7, [7], "msg_1", None, {"a": 1}):
@@ -134,9 +148,8 @@ def test_the_other_items_stay_as_they_are_when_one_is_deleted(gone):
 def test_instructions_of_a_response_are_no_item_and_those_of_a_client_are():
     """Seen failing: the instructions of a response were the first item of its conversation."""
     system = {"role": "system", "content": "Be brief."}
-    records = {True: ["Hi", "Yes"], False: ["Be brief.", "Hi", "Yes"]}
-    for has_instructions, texts in records.items():
-        segments = (prompt(system, user("Hi")), answer("Yes", item_id="msg_1", has_instructions=has_instructions))
+    for mark, texts in (({RESPONSE: INSTRUCTIONS}, ["Hi", "Yes"]), ({}, ["Be brief.", "Hi", "Yes"])):
+        segments = (prompt({**system, **mark}, user("Hi")), answer("Yes", item_id="msg_1"))
         placed = items_of(segments, name="conv_1")
         (left,) = untokenised(segments, placed, 0, gone=placed[-1])
 

@@ -147,7 +147,6 @@ class _Response:
             "created_at": self._turn.started_ms // 1000,
             "status": self._status(result),
             "reasoning_tokens": _reasoning_tokens(engine),
-            "has_instructions": bool(self._turn.request.instructions),
             "in_conversation": "conversation" in self._said,
         }
         for function in (call["function"] for call in result.tool_calls):

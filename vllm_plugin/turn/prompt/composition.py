@@ -23,7 +23,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from contextcache.errors import ContextCacheError, ContextLengthExceeded, InvalidRequest
-from contextcache.items import ITEM_IDS, RESPONSE, messages_json
+from contextcache.items import INSTRUCTIONS, ITEM_IDS, RESPONSE, messages_json
 from contextcache.model import Segment, SegmentKind
 from contextcache.terms import whole
 from vllm_plugin.turn.answer.chat import AnswerResult, compact_json
@@ -196,8 +196,10 @@ async def _prompt_segment(  # what was composed, and what it replaces
 ) -> Segment:
     """Return a client's prompt as a segment of these ids, behind the first `kept` segments of the transcript."""
     if prompt.messages is not None:
-        said = messages_json(transcript.identified(prompt.messages, kept=kept))
-        return Segment(SegmentKind.PROMPT, ids, messages_json=said)
+        said = transcript.identified(prompt.messages, kept=kept)
+        if request.instructions and not kept:
+            said = (said[0] | {RESPONSE: INSTRUCTIONS}, *said[1:])
+        return Segment(SegmentKind.PROMPT, ids, messages_json=messages_json(said))
     text = prompt.text
     if text is None:
         # Kept so that a later replay in text can be matched.

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
-from contextcache.items import ITEM_IDS, RESPONSE, messages_json, stored_ids, stored_messages
+from contextcache.items import ITEM_IDS, RESPONSE, messages_json, response_record, stored_ids, stored_messages
 from contextcache.model import Segment
 from vllm_plugin.turn.prompt.meaning import Meaning, meanings
 
@@ -57,7 +57,8 @@ class Transcript:
     @cached_property
     def item_ids(self) -> frozenset[str]:
         """Ids of all items that have one stored."""
-        return frozenset(chain.from_iterable(ids for segment in self.segments for _, ids in _with_ids(segment)))
+        kept = (kept for segment in self.segments for _, kept in _with_ids(segment))
+        return frozenset(chain.from_iterable(one.get(ITEM_IDS, ()) for one in kept))
 
     @property
     def pending(self) -> tuple[dict[str, Any], ...]:
@@ -68,16 +69,14 @@ class Transcript:
         return tuple(chain.from_iterable(self.messages_by_segment[first:]))
 
     def identified(self, messages: Sequence[dict[str, Any]], *, kept: int) -> tuple[dict[str, Any], ...]:
-        """Return messages that replace those behind the first `kept` segments, with the ids that equal ones have."""
-        known: dict[str, list[tuple[str, ...]]] = {}
-        for message, ids in chain.from_iterable(map(_with_ids, self.segments[kept:])):
-            known.setdefault(messages_json((message,)), []).append(ids)
+        """Return messages that replace those behind the first `kept` segments, with ids and records of equal ones."""
+        known: dict[str, list[dict[str, Any]]] = {}
+        for message, ours in chain.from_iterable(map(_with_ids, self.segments[kept:])):
+            known.setdefault(messages_json((message,)), []).append(ours)
         if not known:
             return tuple(messages)
         found = (known.get(messages_json((message,))) for message in messages)
-        return tuple(
-            {**message, ITEM_IDS: ids.pop(0)} if ids else message for message, ids in zip(messages, found, strict=True)
-        )
+        return tuple(message | ours.pop(0) if ours else message for message, ours in zip(messages, found, strict=True))
 
     @property
     def is_chat(self) -> bool:
@@ -117,11 +116,13 @@ def shown_with(transcript: Transcript) -> Mapping[str, str]:
     return found
 
 
-def _with_ids(segment: Segment) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Yield the messages of a segment that have stored ids of items, with these."""
-    if ITEM_IDS in segment.messages_json:
-        pairs = zip(segment_messages(segment), map(stored_ids, stored_messages(segment)), strict=True)
-        yield from ((message, ids) for message, ids in pairs if ids)
+def _with_ids(segment: Segment) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the messages of a segment that have stored ids of items or the record of a response, with these."""
+    if ITEM_IDS in segment.messages_json or RESPONSE in segment.messages_json:
+        for message, stored in zip(segment_messages(segment), stored_messages(segment), strict=True):
+            ours = {ITEM_IDS: stored_ids(stored), RESPONSE: response_record(stored)}
+            if any(ours.values()):
+                yield message, {name: value for name, value in ours.items() if value}
 
 
 def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
