@@ -100,7 +100,7 @@ class _Response:
         self._turn = turn
         self._said = turn.request.said
         self._names = ToolNames(self._said.get("tools", ()))
-        self._id = self.new_id = f"resp_{secrets.token_hex(16)}"
+        self._id = self._unkept_id = f"resp_{secrets.token_hex(16)}"
         """An id from which no request can continue."""
         if turn.save_ref is not None:
             self._id = response_id(turn.session.session_id, turn.session.generation + 1)
@@ -131,6 +131,8 @@ class _Response:
             reasoning=_reasoning_tokens(engine),
         )
         counted["context"] = usage["context"]
+        if not usage["context"]["committed"]:
+            self._id = self._unkept_id
         compared = self._turn.comparison
         if compared is None:
             return self.told(self._status(result), **session, usage=counted)
@@ -176,10 +178,7 @@ class _WholeResponse(JsonAnswer):
 
     @override
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
-        told = self._response.closed(self.result, self._answer["usage"], usage, session)
-        if not usage["context"]["committed"]:
-            told["id"] = self._response.new_id
-        return json.dumps(told).encode()
+        return json.dumps(self._response.closed(self.result, self._answer["usage"], usage, session)).encode()
 
 
 class _ResponseStream(SseAnswer):

@@ -194,13 +194,16 @@ async def test_an_answer_that_the_engine_gave_up_is_not_told_as_whole_and_not_co
     assert long.json["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
-async def test_a_response_whose_commit_was_refused_has_no_id_to_go_on_from(pod):
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_whose_commit_was_refused_has_no_id_to_go_on_from(pod, stream):
+    """Seen failing: the last event of a stream had the id of the next response of the context."""
     await begin(pod)
     pod.manager.fault = ("commit_turn", StoreUnavailable("away", retry_after_s=1))
-    lost = await ask(pod, "And", previous_response_id="resp_1_mine")
+    lost = await ask(pod, "And", previous_response_id="resp_1_mine", stream=stream)
+    told = frames(lost)[-1]["response"] if stream else lost.json
 
-    assert (lost.status, lost.json["usage"]["context"]["committed"]) == (200, False)
-    assert not lost.json["id"].endswith("_mine")
+    assert (lost.status, told["usage"]["context"]["committed"]) == (200, False)
+    assert not told["id"].endswith("_mine")
 
 
 async def test_a_stream_that_breaks_off_commits_nothing(pod):

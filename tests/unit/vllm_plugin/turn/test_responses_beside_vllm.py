@@ -303,7 +303,7 @@ def stream(deltas: list[dict[str, Any]], finish_reason: str) -> list[Any]:
     told = b"".join(reader.feed(f"data: {json.dumps(one)}\n\n".encode()) for one in chunks)
     told += reader.feed(b"data: [DONE]\n\n")
     reader.complete()
-    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2, "context": {},
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2, "context": {"committed": True},
              "prompt_tokens_details": {"cached_tokens": 0}}  # fmt: skip
     told += reader.closing(usage, {"session_id": "mine"})
     frames = re.findall(rb"event: (\S+)\ndata: (.*)\n\n", told)
