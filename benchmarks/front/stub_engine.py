@@ -20,6 +20,7 @@ from typing import cast
 from typing_extensions import override
 
 from benchmarks.front.event_loop import run
+from contextcache.identity import IN_FLIGHT_HEADER
 
 MODEL = "stub-model"
 """The one model served."""
@@ -68,7 +69,7 @@ class Stub:
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
         self.completion = answer({"object": "chat.completion", **common, "choices": [choice], "usage": usage})
         self.models = answer({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "stub"}]})
-        self.empty = answer(None)
+        self.empty = answer(None, (IN_FLIGHT_HEADER, ""))  # `/health` of a pod that runs turns
         chunk = {"object": "chat.completion.chunk", **common}
         # Different ones in turn: a peer takes a hundred equal chunks for a model that has gone wrong.
         self.chunks = [event({**chunk, "choices": [_choice({"content": f" {word}"})]}) for word in _WORDS]
@@ -193,10 +194,12 @@ def content_length(head: bytes) -> int:
     return int(head[at + len(_LENGTH) :].split(b"\r\n", 1)[0])
 
 
-def answer(content: object) -> bytes:
+def answer(content: object, *headers: tuple[str, str]) -> bytes:
     """Return a whole 200 answer with a JSON body; None: an empty one."""
     body = b"" if content is None else json.dumps(content).encode()
-    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    named = [*headers, ("content-type", "application/json"), ("content-length", str(len(body)))]
+    head = "".join(f"{name}: {value}\r\n" for name, value in named)
+    return b"HTTP/1.1 200 OK\r\n%b\r\n%b" % (head.encode(), body)
 
 
 def event(content: object) -> bytes:
