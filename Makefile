@@ -106,6 +106,8 @@ bench-front: install ## measure the overhead of each front; QUICK=1; REAL=1: wit
 	@PYTHONPATH=. $(PY) benchmarks/bench_front.py $(if $(QUICK),--quick) $(if $(REAL),--real)
 bench-one: install ## run one other benchmark; ONLY=agents|attacks|beside|block_path|checksum|codec|conversation|early_saves|hostile_bodies|keys|list|manager|not_found|overhead|prefixes|promises|scale|simulate|store|streaming|transfer|turn_cost|turns|weights WITH='--check …'
 	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py $(WITH)
+proof: install ## replay recorded sessions of coding agents on four systems, with an engine killed and a pod lost
+	@PYTHONPATH=. $(PY) benchmarks/bench_trace.py $(WITH)
 
 docs: install ## build the documentation site in .build/site; REPOSITORY_URL=<web page of the repository>
 	@PYTHONPATH=. NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict

@@ -226,7 +226,7 @@ class Resending:
         for name in self._names:
             self._processes.end(name)
         _drop(self._files)
-        _free_shared()
+        free_shared()
         for name in reversed(self._names):
             self._processes.start_again(name)
 
@@ -236,7 +236,7 @@ class Resending:
         return answer
 
 
-def start_lmcache(processes: Processes, port: int, dtype: str) -> Resending:
+def start_lmcache(processes: Processes, port: int, dtype: str, engine_args: Sequence[str] = ()) -> Resending:
     """Start LMCache's server and vLLM with its connector, as its documentation does."""
     environment, files = (
         made("bench-lmcache", PINS["lmcache"], needed_bytes=NEEDED_BYTES),
@@ -268,11 +268,11 @@ def start_lmcache(processes: Processes, port: int, dtype: str) -> Resending:
         "lmcache.mp.port": zmq,
         "lmcache.mp.mp_transfer_mode": "lmcache_driven",
     }
-    _start_engine(processes, "lmcache", "LMCacheMPConnector", extra, port=port, dtype=dtype, env=env)
+    _start_engine(processes, "lmcache", "LMCacheMPConnector", extra, engine_args, port=port, dtype=dtype, env=env)
     return Resending(processes, ("lmcache", "lmcache server"), files)
 
 
-def start_tiering(processes: Processes, port: int, dtype: str) -> Resending:
+def start_tiering(processes: Processes, port: int, dtype: str, engine_args: Sequence[str] = ()) -> Resending:
     """Start vLLM with its own tiers: memory and files."""
     files = processes.directory / "tiering"
     files.mkdir()
@@ -282,9 +282,8 @@ def start_tiering(processes: Processes, port: int, dtype: str) -> Resending:
         "cpu_bytes_to_use": MEMORY_BYTES,
         "secondary_tiers": [{"type": "fs", "root_dir": str(files)}],
     }
-    _start_engine(
-        processes, "tiering", "OffloadingConnector", extra, port=port, dtype=dtype, env={"PYTHONHASHSEED": "0"}
-    )
+    env = {"PYTHONHASHSEED": "0"}
+    _start_engine(processes, "tiering", "OffloadingConnector", extra, engine_args, port=port, dtype=dtype, env=env)
     return Resending(processes, ("tiering",), files)
 
 
@@ -293,6 +292,7 @@ def _start_engine(
     name: str,
     connector: str,
     extra: Mapping[str, Any],
+    engine_args: Sequence[str],
     *,
     port: int,
     dtype: str,
@@ -305,7 +305,7 @@ def _start_engine(
         "engine_id": _ENGINE_ID,
         "kv_connector_extra_config": extra,
     }
-    arguments = ("--kv-transfer-config", json.dumps(transfer))
+    arguments = ("--kv-transfer-config", json.dumps(transfer), *engine_args)
     python = str(environment / "bin" / "python")
     more = {**env, "VLLM_SERVER_DEV_MODE": "1"}
     start_engine(processes, name, arguments, port=port, dtype=dtype, env=more, python=python)
@@ -355,7 +355,7 @@ def main() -> int:
         say("stopped")
         return 130
     finally:
-        _free_shared()
+        free_shared()
     rows = ahead(samples, sizes, [name for name in systems if name != "ours"])
     bounds = bounded(samples, sizes, kv_bytes_a_token(MODEL_DIR), _copied_ms)
     report = {
@@ -537,7 +537,7 @@ def _drop(directory: Path) -> None:
             os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _free_shared() -> None:
+def free_shared() -> None:
     """Remove what the others left in shared memory: theirs whose process is gone, and the region that we named."""
     for file in _SHARED.glob("lmcache_kv_*"):
         owner = file.name.removeprefix("lmcache_kv_").partition("_")[0]

@@ -23,7 +23,7 @@ import yaml
 
 from benchmarks.front.peers import clean_environment
 from deploy.local.ports import LOOPBACK, check_ports_free
-from deploy.local.processes import ProcessName, name_of, session_members, start_process, stop_session
+from deploy.local.processes import ProcessName, kill_session, name_of, session_members, start_process, stop_session
 from deploy.local.progress import Step, StepFailed, log_excerpt
 from deploy.local.readiness import HttpReady, grpc_serves, redis_answers
 
@@ -163,6 +163,11 @@ class Processes:
         """End one part."""
         leader, child = self._running.pop(name)
         stop_session(leader, grace_s=_GRACE_S, child=child)
+
+    def kill(self, name: str) -> None:
+        """End one part with SIGKILL."""
+        leader, child = self._running.pop(name)
+        kill_session(leader, child=child)
 
     def start(
         self,

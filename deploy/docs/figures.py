@@ -34,6 +34,12 @@ _OVERHEAD = {
 _AGENT_PARTS = {"steady": "all agents at once", "killed": "after `kill -9` of an engine"}
 _TIER_KINDS = ("store", "encrypted")
 _SYSTEMS = {"ours": "ours", "lmcache": "LMCache", "tiering": "vLLM's tiering"}
+_PHASES = {
+    "calm": "before",
+    "killed": "after `kill -9` of the engine",
+    "lost": "after the loss of the pod",
+    "all": "all",
+}
 
 
 def figures(name: str, up: str) -> str:
@@ -93,6 +99,22 @@ def _beside(result: Mapping[str, Any]) -> str:
         near = [_SYSTEMS[system] for system in systems if (size, way, system) in behind]
         rows.append([_spaced(size), way, *shown, f"**not ahead of {' and '.join(near)}**" if near else ""])
     return _table(["tokens", "", *(_SYSTEMS[name] for name in systems), ""], rows)
+
+
+def _trace(result: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            _PHASES[row["phase"]],
+            {"plain": "vLLM alone", **_SYSTEMS}[row["system"]],
+            *(_spaced(row[what]) for what in ("requests", "failures", "wrong", "computed_tokens")),
+            *(f"{_spaced(row[what])} ms" for what in ("ttft_ms_median", "ttft_ms_p99")),
+        ]
+        for phase in _PHASES
+        for row in result["rows"]
+        if row["phase"] == phase
+    ]
+    heads = ["requests", "failed tries", "wrong answers", "tokens computed", "first token, median", "99th percentile"]
+    return _table(["", "", *heads], rows)
 
 
 def _turns(result: Mapping[str, Any]) -> str:
@@ -397,6 +419,7 @@ _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "ttft-store": ("bench_ttft_store", partial(_ttft_from, "store", ("disk", "cold"))),
     "conversation": ("bench_conversation", _conversation),
     "beside": ("bench_beside", _beside),
+    "trace": ("bench_trace", _trace),
     "turns": ("bench_turns", _turns),
     "agents": ("bench_agents", _agents),
     "overhead": ("bench_overhead", _overhead),
