@@ -135,7 +135,7 @@ class SessionChangesContract(SessionStoreContract):
             assert (committed.model_id, committed.holders) == ("smol", ("pod-2",))
 
     async def test_a_commit_that_keeps_the_name_of_the_kv_keeps_the_one_before_too(self, store: SessionStore) -> None:
-        """Seen failing: both names were the newest, and the next turn deleted KV that the session still named."""
+        """Found by reading: both names were the newest, and the next turn deleted KV that the session still named."""
         await self.converse(store, 1)
         before = await store.get(KEY, now_ms=NOW)
         await self.begin(store)

@@ -185,7 +185,7 @@ async def test_a_library_counts_the_cached_tokens_of_the_third_turn_as_we_do(pod
     ],
 )
 async def test_a_library_reads_the_diagnostics_that_it_asks_for(pod, library, found, streams):
-    """Seen failing: without the fields, openai's was None and anthropic's too."""
+    """Found by reading: without the fields, openai's was None and anthropic's too."""
     pod.engine.cached_tokens = 5
 
     assert await asyncio.to_thread(lambda: list(library(pod.url, streams))) == found

@@ -255,7 +255,7 @@ REFUSED = {
 @only_http
 @pytest.mark.parametrize(("said", "left"), [({}, {"a": "b"}), ({"metadata": None}, {}), ({"metadata": {}}, {})])
 async def test_a_change_that_names_no_metadata_leaves_them(client, front, said, left):
-    """Seen failing: an empty change deleted all metadata."""
+    """Found by reading: an empty change deleted all metadata."""
     made = await client.conversations.create(metadata={"a": "b"})
     async with front.post(f"/v1/conversations/{made.id}", said) as answer:
         assert (await answer.json())["metadata"] == left

@@ -63,7 +63,7 @@ def test_no_header_names_both_a_conversation_and_its_parent():
 @pytest.mark.parametrize("pod", ["pod-a", "pod-b"])
 @pytest.mark.parametrize("path", [CREATE, *sorted(TURN_PATHS)])
 async def test_a_new_context_goes_to_its_parent_s_pod_with_the_names_of_its_kv(parts, path, pod):
-    """Seen failing: without the holder in the query, all went to the pod of their beginning."""
+    """Found by reading: without the holder in the query, all went to the pod of their beginning."""
     await parts.directory.add("parent", holder=pod)
     forward = await route(parts, path, child_body(path), x_parent_session_id="parent")
 

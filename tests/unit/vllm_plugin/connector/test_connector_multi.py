@@ -140,7 +140,7 @@ def test_a_request_that_ends_while_the_other_loads_is_not_saved(
 
 
 def test_beside_one_without_hybrid_memory_ours_saves_too(start: Callable[..., Engine], order: str) -> None:
-    """Seen failing: vLLM then calls `request_finished`, whose default saves nothing."""
+    """Found by reading: vLLM then calls `request_finished`, whose default saves nothing."""
     engine = start(order, other="PlainToyConnector")
     answer = engine.save(PROMPT, A)
     PlainToyConnector.stored.clear()
@@ -149,7 +149,7 @@ def test_beside_one_without_hybrid_memory_ours_saves_too(start: Callable[..., En
 
 
 def test_the_other_s_handshake_is_its_own(start: Callable[..., Engine], order: str) -> None:
-    """Seen failing: each got the first one's handshake, and the engine did not start."""
+    """Found by reading: each got the first one's handshake, and the engine did not start."""
     engine = start(order)
     worker, scheduler = engine.loop.worker, engine.loop.connector
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
@@ -186,7 +186,7 @@ def test_without_the_ranks_a_request_is_computed_after_a_second(start: Callable[
 
 
 def test_counts_of_a_child_are_read_in_another_process() -> None:
-    """Seen failing: vLLM's logger raised because it did not know the class by its name."""
+    """Found by reading: vLLM's logger raised because it did not know the class by its name."""
     stats = MultiConnector.build_kv_connector_stats({"ContextCacheConnector": {"saves": 1}})
 
     assert stats is not None
@@ -194,7 +194,7 @@ def test_counts_of_a_child_are_read_in_another_process() -> None:
 
 
 def test_a_worker_obeys_the_policy_of_the_multiconnector(tmp_path: Path, model_directory: Path) -> None:
-    """Seen failing: the child's own policy was read, and a failed load would have ended its request."""
+    """Found by reading: the child's own policy was read, and a failed load would have ended its request."""
     extra = {"connectors": children(ORDERS[0], tmp_path / "secret", other="ToyConnector")}
     name = f"{MultiConnector.__module__}:MultiConnector"
     fails, recomputes = (
