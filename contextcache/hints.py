@@ -47,7 +47,7 @@ class _Action(msgspec.Struct):
 
 
 class _Envelope(msgspec.Struct):
-    """The same file's `KvHintsEnvelope`."""
+    """Envelope of actions (vLLM 0.33 v1/kv_hints/protocol.py `KvHintsEnvelope`)."""
 
     actions: list[_Action]
     protocol_version: str = ""

@@ -98,7 +98,7 @@ class Identity:
     standby: Standby | None = None
     """Pod that continues the answer if this pod's engine fails; None: no pod can."""
     parent: SessionId = ""
-    """Context whose agent started this conversation; empty: none, or unknown."""
+    """Parent context of this conversation; empty: none, or unknown."""
     parent_refs: tuple[CacheRef, ...] = ()
     """KV of the parent, newest first. A new conversation may start from it."""
 

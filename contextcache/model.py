@@ -162,7 +162,7 @@ class CacheSessionMetadata:
     forked_from: tuple[SessionId, int] | None = None
     """Session and generation that it is a fork of."""
     parent: SessionId = ""
-    """Session whose agent started this one; empty: none."""
+    """Parent session: its agent started this one's agent. Empty: none."""
 
     @property
     def cache_refs(self) -> tuple[CacheRef, ...]:

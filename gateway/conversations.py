@@ -139,7 +139,7 @@ class Conversations:
         return await asyncio.to_thread(_plain_items, new, name)
 
     async def remove(self, tenant: TenantId, name: SessionId, item_id: str) -> CacheSessionMetadata:
-        """Delete an item. The next turn computes what stood behind it again. Raises as `add`."""
+        """Delete an item. The next turn computes the items behind it again. Raises as `add`."""
 
         def removed(segments: Segments) -> tuple[int, Segments]:
             placed = items_of(segments, name=name)

@@ -267,7 +267,7 @@ class Gateway:
         return await self._placed(Kind.CREATE, query, claims.changed(), identity=identity)
 
     async def _parent(self, admission: Admission) -> CacheSessionMetadata | None:
-        """Return the context whose agent started the request's conversation; None: none of the tenant's is known."""
+        """Return the parent context that the request names; None: the tenant has no such context."""
         name = parent_of(admission.headers)
         if not SESSION_ID_PATTERN.fullmatch(name) or name.startswith(KEPT_PREFIX):
             return None

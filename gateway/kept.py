@@ -67,7 +67,7 @@ def group_of(tenant: TenantId, headers: Mapping[str, str], claims: Claims, label
 
 
 def parent_of(headers: Mapping[str, str]) -> str:
-    """Return the label of the conversation whose agent started this one; empty: none.
+    """Return the label of the request's parent conversation; empty: none.
 
     Claude Code names the parent of nested agents only: the others were started by the session's main agent.
     """

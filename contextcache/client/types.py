@@ -186,7 +186,7 @@ class ContextInfo:
     forked_from: Mapping[str, Any] | None = None
     """`session_id` and `generation` of the context that it was forked from."""
     parent: str | None = None
-    """Context whose agent started this one."""
+    """Parent: the context of the agent that started this one's agent."""
     recent_turns: Sequence[TurnInfo]
     """The last turns, the oldest first."""
     raw: Mapping[str, Any] = field(repr=False)

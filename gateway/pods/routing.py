@@ -64,7 +64,7 @@ class RouteQuery:
     """Hash of the prompt's beginning, or name of the kept conversation. Requests with the same one share a prefix.
     Empty: unknown."""
     parent: str = ""
-    """Affinity of the conversation whose agent started this one. It counts while `affinity` is unknown."""
+    """Affinity of the parent conversation. It counts while `affinity` is unknown."""
     is_conversation: bool = False
     """True: requests with the same affinity continue each other, so the pod of the newest one has the KV."""
     stays: bool = False
