@@ -24,7 +24,7 @@ from contextcache.errors import (
     LeaseLost,
 )
 from contextcache.model import NewSession, TtlPolicy, TurnCommit, Usage
-from contextcache.names import new_session_id, shard_of
+from contextcache.names import NUM_SHARDS, new_session_id, shard_of
 from contextcache.terms import Terms
 from tests.kit.session_store import script_keys
 from tests.kit.turn_load import TENANT, SessionRecord, TurnLoad
@@ -161,7 +161,9 @@ def what_is_wrong(port: int, outcome: Outcome) -> tuple[list[str], int]:
         tenants = {key: set(server.zrange(key, 0, -1)) for key in keys if ":tenant:" in key}
         lengths = {key: server.llen(key) for key in keys if ":transcript:" in key}
         wrong += [f"for ever: {key}" for key in keys if server.pttl(key) == -1]
-        counted = int(server.hget(ledger_key(TENANT, None), "sum") or 0)
+        # One ledger, or one a shard in a Cluster.
+        ledgers = [ledger_key(TENANT, shard) for shard in (None, *range(NUM_SHARDS))]
+        counted = sum(int(server.hget(ledger, "sum") or 0) for ledger in keys.intersection(ledgers))
     live = {key for key, row in rows.items() if row.get(b"state") != b"tombstone"}
     names = {key.rsplit(":", 1)[1] for key in live}
     wrong += [f"{len(live)} sessions count {counted} bytes"] * (counted < len(live) * CONTEXT_BYTES)
