@@ -11,9 +11,10 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from contextcache.cli import output
+from contextcache.cli import completion, output
+from contextcache.cli.completion import Id, Ids, Model
 from contextcache.cli.examine import doctor
-from contextcache.cli.options import Id, Json, MaxTokens, Option, Temperature, Ttl, key_in, pair, seconds
+from contextcache.cli.options import Json, MaxTokens, Option, Temperature, Ttl, key_in, pair, seconds
 from contextcache.cli.place import NotConfigured, find_place, write_place
 from contextcache.cli.release import own_version
 from contextcache.cli.serve import PARTS, start
@@ -104,7 +105,9 @@ def models(json: Json = False) -> None:
 
 @app.command(name="ls", epilog="Example: context-cache ls --model llama --limit 20")
 def list_(
-    model: Annotated[str | None, Option(help="List only contexts of this model.")] = None,
+    model: Annotated[
+        str | None, Option(help="List only contexts of this model.", autocompletion=completion.models)
+    ] = None,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of lines. 0: all.")] = 100,
     kept: Annotated[bool, typer.Option("--kept", help="List kept conversations instead of contexts.")] = False,
     json: Json = False,
@@ -132,7 +135,7 @@ def show(session_id: Id, json: Json = False) -> None:
 
 @app.command(epilog="Example: context-cache create smollm2-135m-instruct 'Say this is a test' --ttl 1h")
 def create(  # noqa: PLR0913  # its options
-    model: Annotated[str, typer.Argument(help="Name of a model, as `context-cache models` lists it.")],
+    model: Model,
     prompt: Annotated[str, typer.Argument(help="First prompt. - reads stdin.")],
     name: Annotated[str | None, Option(help="Name of the context. Without it the server makes one.")] = None,
     ttl: Ttl = None,
@@ -253,7 +256,7 @@ def rewind(
 
 @app.command(epilog="Example: context-cache rm ctx_3f2a… ctx_91bc…")
 def rm(
-    session_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="session_ids", show_default=False)],
+    session_ids: Ids,
     json: Json = False,
 ) -> None:
     """Delete contexts and their KV.

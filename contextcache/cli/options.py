@@ -51,7 +51,6 @@ def key_in(file: Path) -> str:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
-Id = Annotated[str, typer.Argument(metavar="ID", help="session_id of a context.", show_default=False)]
 MaxTokens = Annotated[int | None, Option(help="Maximum length of the answer in tokens.")]
 Temperature = Annotated[float | None, Option(help="Sampling temperature. 0: always the likeliest token.")]
 Ttl = Annotated[

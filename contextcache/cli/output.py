@@ -126,14 +126,15 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, shows_heads
 def _fitting(heads: Sequence[str], cells: Iterable[Sequence[str]]) -> dict[str, int]:
     """Return the columns that fit the terminal, with their widths.
 
-    Names of models are cut first. Then the columns in `_DROP` go, one by one. Other text and figures stay whole.
+    Names of models are cut first. Then the columns in `_DROP` go, one by one, except the first column, which identifies
+    the row. Other text and figures stay whole.
     """
     from rich.cells import cell_len
 
     columns = list(zip(heads, *cells, strict=True))
     widths = {str(head): max(map(cell_len, (head, *column))) for head, *column in columns}
     limit, cut = console().width, dict[str, int]()
-    for dropped in ("", *_DROP):
+    for dropped in ("", *(name for name in _DROP if name != heads[0])):
         widths.pop(dropped, None)
         too_wide = max(0, sum(widths.values()) + _GAP * (len(widths) - 1) - limit)
         cut = {head: max(min(widths[head], _LEAST_WIDTH), widths[head] - too_wide) for head in _CUT & widths.keys()}
@@ -147,7 +148,10 @@ USAGE_HEADS = ("day", "key", "contexts", "turns", "computed", "cached", "answere
 TURN_HEADS = ("gen", "at", "computed", "cached", "answered", "from", "first s", "took s", "why")
 KEPT_HEADS = ("id", "tokens", "size", "pods", "left")
 _NUMBERS = frozenset({"turns", "tokens", "gen", "left", "size", *USAGE_HEADS[2:], "first s", "took s"})
-_DROP = ("parent", "gen", "state", "contexts", "answered", "GiB·h", "at", "pods", "from", "key")
+_DROP = (
+    *("parent", "gen", "state", "contexts", "answered", "GiB·h", "at", "pods", "from", "key", "size", "took s"),
+    *("model", "turns", "first s", "saved s", "tokens", "cached", "why", "computed", "left"),
+)
 """Columns that a narrow terminal leaves out, in this order. `--json` has all of them."""
 
 

@@ -403,3 +403,20 @@ async def test_words_are_completed(cli):
     part = await cli(COMP_WORDS="context-cache serve gat", **words)
 
     assert (option.out.split(), part.out.split()) == (["--story"], ["gateway"])
+
+
+async def test_ids_and_models_are_completed_from_the_server(cli):
+    """Seen failing with arguments without completion: no words."""
+    session_id = await cli.created()
+
+    async def completed(*words):
+        env = {"_CONTEXT_CACHE_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words))}
+        ended = await cli(COMP_WORDS=" ".join(("context-cache", *words)), **env)
+        return ended.out.split(), ended.err
+
+    assert await completed("ask", session_id[:8]) == ([session_id], "")
+    assert await completed("rm", "ctx_other", session_id[:8]) == ([session_id], "")
+    assert await completed("ask", "ctx_none") == ([], "")
+    assert await completed("create", MODEL[:2]) == ([MODEL], "")
+    assert await completed("ls", "--model", MODEL[:2]) == ([MODEL], "")
+    assert await completed("--url", "http://127.0.0.1:1", "ask", "c") == ([], "")

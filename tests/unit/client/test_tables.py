@@ -1,4 +1,4 @@
-"""Tables of the command line on a terminal of 80 columns: figures and days are whole, or their column is left out."""
+"""Tables of the command line on a terminal: figures and days are whole, or their column is left out."""
 
 from __future__ import annotations
 
@@ -22,6 +22,21 @@ KEY = {
 }
 USAGE = {"days": [{"day": "2026-11-27", "keys": [KEY]}, {"day": "2026-11-28", "keys": [KEY]}], "total": KEY}
 
+TURN = TurnInfo(
+    generation=12,
+    at=1_795_880_000.0,
+    computed_tokens=16396,
+    cached_tokens=55254,
+    context_tokens=71650,
+    completion_tokens=8335,
+    source="host",
+    restore_ms=None,
+    first_token_ms=16396.0,
+    took_ms=55254.0,
+    match="append",
+    reason=None,
+)
+
 
 @pytest.fixture
 def narrow(monkeypatch):
@@ -42,21 +57,7 @@ def test_usage_keeps_days_and_figures_whole(narrow):
 
 
 def test_turns_are_told_in_seconds(narrow):
-    turn = TurnInfo(
-        generation=12,
-        at=1_795_880_000.0,
-        computed_tokens=16396,
-        cached_tokens=55254,
-        context_tokens=71650,
-        completion_tokens=8335,
-        source="host",
-        restore_ms=None,
-        first_token_ms=16396.0,
-        took_ms=55254.0,
-        match="append",
-        reason=None,
-    )
-    output.print_rows(output.TURN_HEADS, output.turn_rows([turn]))
+    output.print_rows(output.TURN_HEADS, output.turn_rows([TURN]))
     text = narrow.export_text()
 
     assert "…" not in text
@@ -69,6 +70,34 @@ def test_columns_stay_where_there_is_room(monkeypatch):
     output.print_rows(output.USAGE_HEADS, output.usage_rows(USAGE))
 
     assert " ".join(output.USAGE_HEADS).split() == wide.export_text().splitlines()[0].split()
+
+
+ROWS = {
+    "contexts": (
+        output.CONTEXT_HEADS,
+        [(f"ctx_{'0' * 32}", "meta-llama/Llama-3.1-8B-Instruct", 12, 123456, 12, "ready", "59 min", f"ctx_{'1' * 32}")],
+    ),
+    "usage": (output.USAGE_HEADS, list(output.usage_rows(USAGE))),
+    "turns": (output.TURN_HEADS, list(output.turn_rows([TURN]))),
+    "kept": (output.KEPT_HEADS, [(f"key_{'0' * 32}", 123456, "12.3 MiB", "pod-a, pod-b", "59 min")]),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_a_table_of_any_width_has_whole_columns_and_names_each_row(name, columns, monkeypatch):
+    """Seen failing at 60 columns: `tok…` over `123…`, and turns without their generation."""
+    drawn = Console(width=columns, record=True, file=io.StringIO())
+    monkeypatch.setattr(output, "console", lambda: drawn)
+    heads, rows = ROWS[name]
+    output.print_rows(heads, iter(rows))
+    head, *lines = drawn.export_text().splitlines()
+    cells = {str(cell) for row in rows for cell in row} | set(heads)
+
+    assert [line.split()[0] for line in lines] == [str(row[0]) for row in rows]
+    assert max(map(len, (head, *lines))) <= columns
+    for part in (one.strip() for line in (head, *lines) for one in line.split("  ") if one.strip()):
+        assert part in cells or (part[:5], part[-1]) == ("meta-", "…"), part
 
 
 def test_storage_over_time_has_no_false_zero():
