@@ -59,14 +59,14 @@ def assert_within_half_a_step(name: str, numbers: torch.Tensor, found: torch.Ten
 
 
 @all_codecs
-@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 191, 4096, 32_768, 33_000, 65_536])
-def test_numbers_come_back_within_half_a_step_whatever_the_size_of_a_page(name: str, dtype: str, size: int) -> None:
-    generator = torch.Generator().manual_seed(size)
-    numbers = (torch.randn(3, size, generator=generator) * torch.tensor([[1e-3], [1.0], [30.0]])).to(DTYPES[dtype])
-    found = there_and_back(name, numbers)
+def test_numbers_come_back_within_half_a_step_whatever_the_size_of_a_page(name: str, dtype: str) -> None:
+    for size in (1, 2, 63, 64, 65, 191, 4096, 32_768, 33_000, 65_536):
+        generator = torch.Generator().manual_seed(size)
+        numbers = (torch.randn(3, size, generator=generator) * torch.tensor([[1e-3], [1.0], [30.0]])).to(DTYPES[dtype])
+        found = there_and_back(name, numbers)
 
-    assert_within_half_a_step(name, numbers, found)
-    assert size < 3 or not torch.equal(found, numbers), "nothing was lost: nothing was coded"
+        assert_within_half_a_step(name, numbers, found)
+        assert size < 3 or not torch.equal(found, numbers), "nothing was lost: nothing was coded"
 
 
 @all_codecs
@@ -143,14 +143,13 @@ def test_what_was_coded_once_has_the_same_bytes_when_it_is_coded_again(name: str
 
 
 @all_codecs
-@pytest.mark.parametrize("what", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("place", [0, 100, 129])
-def test_numbers_that_have_no_code_are_refused(name: str, dtype: str, what: str, place: int) -> None:
-    numbers = torch.ones(2, 131, dtype=DTYPES[dtype])
-    numbers[1, place] = float(what)
+def test_numbers_that_have_no_code_are_refused(name: str, dtype: str) -> None:
+    for what, place in product(["nan", "inf", "-inf"], [0, 100, 129]):
+        numbers = torch.ones(2, 131, dtype=DTYPES[dtype])
+        numbers[1, place] = float(what)
 
-    with pytest.raises(NotFinite):
-        encoded(name, numbers)
+        with pytest.raises(NotFinite):
+            encoded(name, numbers)
 
 
 @pytest.mark.parametrize("name", STEPS)
