@@ -73,6 +73,8 @@ class Resolution:
     """Reason for no manifest."""
     missing: list[CacheRef] = field(default_factory=list)
     """Named refs that are neither here nor expected."""
+    coming_ms: int = 0
+    """Time after which a pull will have brought more, if that pays: the engine may ask again. 0: nothing comes."""
     whole: set[CacheRef] = field(default_factory=set)
     """Contexts that serve all they share: the checkpoint at their prompt's end adds nothing."""
 
@@ -114,13 +116,19 @@ class Resolver:
     async def answer(self, question: pb.ResolveRequest) -> Resolution:
         """Return the KV that serves most of a prompt. Raises InvalidRequest."""
         _check(question)
-        best, began_at_ms = Resolution(question), self._clock.now_ms()
+        best = Resolution(question)
+        await self._seek(best)
+        best.coming_ms = self._coming_ms(best)
+        return best
+
+    async def _seek(self, best: Resolution) -> None:
+        question, began_at_ms = best.question, self._clock.now_ms()
         checkpoints = {prompt_ref(ref): ref for ref in question.cache_refs}
         for ref in [*self._interrupted(question), *question.cache_refs]:
             if checkpoints.get(ref) in best.whole:
                 continue
             if await self._consider(best, ref, began_at_ms + question.pull_wait_ms, began_at_ms):
-                return best
+                return
         ends_at_ms = began_at_ms + max(question.wait_ms, question.pull_wait_ms, round(1000 * _MATCH_S))
         for found in await self._like(best, ends_at_ms):
             # The longest KV that is here ends no search: a peer's, which stands last, may be of a newer turn.
@@ -129,7 +137,16 @@ class Resolver:
                 # The engine waits for the answer no longer than this.
                 by_ms = min(self._clock.now_ms() + _worth_ms(question, gained), ends_at_ms)
                 await self._consider(best, found.cache_ref, by_ms, began_at_ms)
-        return best
+
+    def _coming_ms(self, best: Resolution) -> int:
+        """Return when a pull of named KV will end, if computing what it adds takes twice as long."""
+        question = best.question
+        pulls = (self._pulls.coming(question.tenant, ref) for ref in question.cache_refs)
+        for coming in filter(None, pulls):
+            added = min(coming.num_tokens, best.num_tokens - 1) - best.num_usable
+            if _WAIT_SHARE * coming.left_ms * 1000 <= added * question.compute_us_per_token:
+                return math.ceil(coming.left_ms)
+        return 0
 
     def _interrupted(self, question: pb.ResolveRequest) -> list[CacheRef]:
         """Return the latest KV of interrupted turns of the session: a retry has no other name for it."""

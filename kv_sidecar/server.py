@@ -159,12 +159,13 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     async def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.ResolveResponse:
         found = await self._sidecar.resolver.answer(request)
         if found.manifest is None:
-            return pb.ResolveResponse(reason=found.reason, missing=found.missing)
+            return pb.ResolveResponse(reason=found.reason, missing=found.missing, coming_ms=found.coming_ms)
         return pb.ResolveResponse(
             manifest=message_of(pb.Manifest, found.manifest),
             tier=TIERS[self._catalog.tier_of(found.manifest)],
             num_tokens=found.num_shared,
             missing=found.missing,
+            coming_ms=found.coming_ms,
         )
 
     @override

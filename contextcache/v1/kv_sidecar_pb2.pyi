@@ -1077,12 +1077,15 @@ class ResolveResponse(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     MISSING_FIELD_NUMBER: builtins.int
+    COMING_MS_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     """Tier that would serve most of its blocks now."""
     num_tokens: builtins.int
     """Leading tokens that prompt and manifest share."""
     reason: builtins.str
     """Short fixed phrase: the reason for no manifest, such as `no_manifest`, `other_tokens` or `cache_ref_pending`."""
+    coming_ms: builtins.int
+    """Estimated ms until a pull of named KV ends, where computing what it adds takes twice as long; 0: no such pull."""
     @property
     def manifest(self) -> Global___Manifest:
         """KV that serves most of the prompt; absent: none. The engine compares all tokens itself."""
@@ -1099,9 +1102,10 @@ class ResolveResponse(google.protobuf.message.Message):
         num_tokens: builtins.int = ...,
         reason: builtins.str = ...,
         missing: collections.abc.Iterable[builtins.str] | None = ...,
+        coming_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["manifest", b"manifest", "missing", b"missing", "num_tokens", b"num_tokens", "reason", b"reason", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coming_ms", b"coming_ms", "manifest", b"manifest", "missing", b"missing", "num_tokens", b"num_tokens", "reason", b"reason", "tier", b"tier"]) -> None: ...
 
 Global___ResolveResponse: typing_extensions.TypeAlias = ResolveResponse
 

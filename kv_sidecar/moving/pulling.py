@@ -83,6 +83,18 @@ class PulledFile:
         self.release()
 
 
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """Estimate of a pull by its rate so far."""
+
+    left_ms: float
+    """Time until all of it has come."""
+    us_per_token: float
+    """Time of the link for one token."""
+    num_tokens: int
+    """Tokens of the KV that it brings."""
+
+
 class Peer(Protocol):
     """Another sidecar, for the length of one pull. Each call ends within the pull's time."""
 
@@ -222,14 +234,23 @@ class Pulls:
 
     def will_miss(self, tenant: TenantId, cache_ref: CacheRef, wait_ms: int, compute_us_per_token: float) -> bool:
         """Return whether a pull under way surely takes longer than `wait_ms`, and computing the rest is faster."""
-        transfer = self._transfers.get((tenant, cache_ref))
-        if transfer is None or not transfer.come_bytes or not compute_us_per_token:
+        coming = self.coming(tenant, cache_ref)
+        if coming is None or not compute_us_per_token:
             return False
-        elapsed_ms = self.runtime.clock.now_ms() - transfer.began_at_ms
-        bytes_per_ms = transfer.come_bytes / max(elapsed_ms, 1)
-        left_ms = (transfer.wanted_bytes - transfer.come_bytes) / bytes_per_ms
-        token_us = transfer.ours.size_bytes / len(transfer.ours.token_ids) / bytes_per_ms * 1000
-        return elapsed_ms >= _MEASURED_MS and left_ms > _SURELY * wait_ms and token_us > compute_us_per_token
+        return coming.left_ms > _SURELY * wait_ms and coming.us_per_token > compute_us_per_token
+
+    def coming(self, tenant: TenantId, cache_ref: CacheRef) -> Coming | None:
+        """Return the estimate of a pull under way; None without one, and before its rate is measured."""
+        transfer = self._transfers.get((tenant, cache_ref))
+        elapsed_ms = self.runtime.clock.now_ms() - transfer.began_at_ms if transfer is not None else 0
+        if transfer is None or not transfer.come_bytes or elapsed_ms < _MEASURED_MS:
+            return None
+        bytes_per_ms, num_tokens = transfer.come_bytes / elapsed_ms, len(transfer.ours.token_ids)
+        return Coming(
+            left_ms=(transfer.wanted_bytes - transfer.come_bytes) / bytes_per_ms,
+            us_per_token=transfer.ours.size_bytes / num_tokens / bytes_per_ms * 1000,
+            num_tokens=num_tokens,
+        )
 
     async def close(self) -> None:
         """Refuse new pulls, break off those going on and wait for their end."""

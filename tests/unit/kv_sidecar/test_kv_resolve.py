@@ -251,6 +251,23 @@ async def test_a_pull_that_surely_misses_its_time_is_not_waited_for(pods: Pods) 
     assert (found.manifest, found.reason) == (None, "cache_ref_pending")
 
 
+@pytest.mark.parametrize(("rest_us_per_token", "comes"), [(50_000_000.0, True), (1.0, False)])
+async def test_a_pull_whose_time_is_over_is_announced_where_computing_takes_twice_as_long(
+    pods: Pods, rest_us_per_token: float, *, comes: bool
+) -> None:
+    theirs = await pods.there.save(DOCUMENT)
+    pods.peer.hold_block.clear()
+    pods.here.sidecar.pulls.start(Wanted(TENANT, (theirs.cache_ref,), PEER))
+    first: list[int] = []
+    pods.peer.released = first.append
+    await until(lambda: bool(first), what="a file has come")
+    pods.here.clock.advance(ms=600)
+    found = await pods.ask(theirs.cache_ref, compute_us_per_token=rest_us_per_token)
+    pods.peer.hold_block.set()
+
+    assert (found.manifest, found.reason, found.coming_ms > 0) == (None, "cache_ref_pending", comes)
+
+
 async def test_a_checkpoint_is_looked_at_only_where_its_context_does_not_serve_all_it_shares(pods: Pods) -> None:
     window = (KVGroup("sliding_window", BLOCK_TOKENS, ((16, 22),), 6, "a" * 16),)
     at_prompt = (KVGroup("sliding_window", BLOCK_TOKENS, ((4, 10),), 6, "a" * 16),)

@@ -6,6 +6,7 @@ every token of the answer with the prompt.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ _GRACE_SHARE = 8
 """Time for the way there and back, as a part of the sidecar's own limit: it answers by that limit with the best KV."""
 _SILENT_SHARE = 10
 """Part of the limit that a request waits for a sidecar that left the last question without an answer."""
+_PULL_SHARE = 2
+"""A pull that moves is waited for up to this part of the time that computing the prompt takes (ADR 0148)."""
 NOTHING_IN_COMMON = "other_tokens"
 """Reason for no load: the KV under the name begins with other tokens."""
 
@@ -44,6 +47,8 @@ class Match:
     """Tier that would serve most of it."""
     missing: frozenset[CacheRef] = frozenset()
     """Named refs that the sidecar neither has nor expects."""
+    coming_ms: int = 0
+    """Estimated time until a pull has brought more; 0: none that pays."""
 
 
 class PendingSaves:
@@ -119,6 +124,8 @@ class Lookups:
     def __post_init__(self) -> None:
         num_threads, limit = self.settings.lookup_threads, self.settings.queue_limit
         self._pool = TransferPool("lookups", threads=num_threads, queue_limit=limit)
+        # Pulls hold half of the threads at most: questions of other requests go on.
+        self._pulls = threading.BoundedSemaphore(max(1, num_threads // 2))
 
     def start(
         self, transfer: KVTransfer, token_ids: Sequence[int], facts: RankFacts, compute_us_per_token: float
@@ -126,9 +133,9 @@ class Lookups:
         """Ask for the KV that serves most of a prompt. Never waits."""
         settings = self.settings
         wait_ms = settings.lookup_wait_ms
+        compute_ms = int(len(token_ids) * compute_us_per_token / 1000)
         if compute_us_per_token:
             # An answer that comes later than the tokens would be computed is of no use.
-            compute_ms = int(len(token_ids) * compute_us_per_token / 1000)
             wait_ms = min(wait_ms, max(compute_ms, settings.lookup_wait_min_ms))
         refs = [name for ref in transfer.load for name in ((ref, prompt_ref(ref)) if facts.has_checkpoints else (ref,))]
         saving = [ref for ref in refs if ref in self.saves]
@@ -150,7 +157,8 @@ class Lookups:
             peer=transfer.prefix_at,
         )
         limit_ms = wait_ms + wait_ms // _GRACE_SHARE
-        lookup = Lookup(self.clock.now_ms() + (limit_ms // _SILENT_SHARE if self.is_silent else limit_ms))
+        asked_at_ms = self.clock.now_ms()
+        lookup = Lookup(asked_at_ms + (limit_ms // _SILENT_SHARE if self.is_silent else limit_ms))
         # Longer than the request waits: a late answer still ends the silence.
         timeout_s = (limit_ms + settings.manifest_deadline_ms) / 1000
 
@@ -159,6 +167,12 @@ class Lookups:
                 prompt = np.asarray(token_ids, dtype=np.int64)
                 question.token_ids = prompt.astype("<u4").tobytes()
                 found = self._ask(question, prompt, facts, lookup.deadline_ms, timeout_s)
+                if found.coming_ms and self._pulls.acquire(blocking=False):
+                    try:
+                        while self._comes_in_time(found, lookup, asked_at_ms + compute_ms // _PULL_SHARE, limit_ms):
+                            found = self._ask(question, prompt, facts, lookup.deadline_ms, timeout_s)
+                    finally:
+                        self._pulls.release()
                 span.set_attribute("contextcache.matched_tokens", found.num_tokens)
                 span.set_attribute("contextcache.reason", found.reason)
             lookup.answer = found
@@ -169,6 +183,14 @@ class Lookups:
             lookup.answer = Match(None, reason="queue_full")
             lookup.future.cancel()
         return lookup
+
+    def _comes_in_time(self, found: Match, lookup: Lookup, until_ms: int, limit_ms: int) -> bool:
+        """Return whether a pull brings more before `until_ms`. Then the request waits for one more answer."""
+        now_ms = self.clock.now_ms()
+        if not found.coming_ms or now_ms + found.coming_ms > until_ms or lookup.result(now_ms) is not None:
+            return False
+        lookup.deadline_ms = now_ms + limit_ms
+        return True
 
     def close(self, timeout_s: float) -> bool:
         """End the threads; return whether they have ended in time."""
@@ -184,7 +206,8 @@ class Lookups:
             self.counters.add("failed_matches", exc.code)
             return Match(None, reason=exc.code)
         self.is_silent = False
-        found = Match(manifest, reason=answer.reason, tier=answer.tier, missing=frozenset(answer.missing))
+        missing, coming_ms = frozenset(answer.missing), answer.coming_ms
+        found = Match(manifest, reason=answer.reason, tier=answer.tier, missing=missing, coming_ms=coming_ms)
         if manifest is None:
             if answer.reason == FingerprintMismatch.code:
                 self.counters.add("refused_manifests", answer.reason)

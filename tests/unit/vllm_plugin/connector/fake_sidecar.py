@@ -107,6 +107,8 @@ class FakeSidecar(EngineSidecarClient):
         """cache_refs on their way from a peer."""
         self.limit_passed = threading.Event()
         """Set: a question has waited as long as it may."""
+        self.coming_ms = 0
+        """Announced when that is so; the next question waits anew."""
         self.questions: list[pb.ResolveRequest] = []
         self.served_bytes = 0
         self.down = False
@@ -280,6 +282,9 @@ class FakeSidecar(EngineSidecarClient):
                 break
         answer = pb.ResolveResponse(tier=pb.TIER_HOST, missing=best.missing)
         answer.reason = "" if best.manifest else best.reason
+        if self.coming_ms and self.limit_passed.is_set():
+            self.limit_passed.clear()
+            answer.coming_ms = self.coming_ms
         return best.manifest, answer
 
     def _is_pending(self, ref: str, request: pb.ResolveRequest) -> bool:
