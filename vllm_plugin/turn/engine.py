@@ -11,12 +11,20 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from contextcache.errors import ContextCacheError, EngineFailed, InvalidRequest, error_body, error_headers
+from contextcache.errors import (
+    ContextCacheError,
+    EngineFailed,
+    InvalidRequest,
+    NoReadyEndpoint,
+    error_body,
+    error_headers,
+)
 from contextcache.wire.tracing import TRACEPARENT, trace_headers
 from vllm_plugin.turn.refusals import engine_error
 
 if TYPE_CHECKING:
     from vllm_plugin.turn.prompt.request import TurnRequest
+    from vllm_plugin.turn.searching import EngineSearch
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -53,6 +61,8 @@ class Engine:
         self._scope = scope
         self.max_model_len: int | None = None
         """The model's window in tokens, as the last tokenise call told it."""
+        self.search: EngineSearch | None = None
+        """Finds another engine for a short call that this one does not answer; None: the call fails."""
 
     async def window(self, model: str) -> int:
         """Return the model's window in tokens. Raises ModelNotFound, EngineFailed."""
@@ -96,12 +106,22 @@ class Engine:
     async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Make a short call and return its answer. Raises the engine's error as ours, EngineFailed at the deadline."""
         try:
+            return await self._answered(path, body)
+        except (EngineFailed, NoReadyEndpoint) as exc:
+            if self.search is None:
+                raise
+            return await self.search.call(lambda engine: engine.ask(path, body), exc)
+
+    async def _answered(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        try:
             status, told = await self._call("POST", path, _encode(body), deadline_s=_TOKENIZE_DEADLINE_S)
+            answer = json.loads(told) if status == 200 else None
         except TimeoutError as exc:
             raise EngineFailed(f"{path} did not answer within {_TOKENIZE_DEADLINE_S:.0f} s") from exc
+        except ValueError as exc:  # the engine ended in the middle
+            raise EngineFailed(f"{path} broke off") from exc
         if status != 200:
             raise engine_error(status, told)
-        answer = json.loads(told)
         assert isinstance(answer, dict)
         return answer
 

@@ -1,9 +1,8 @@
 """An answer that outlives its engine: the same stream continues on the restarted engine, or on another pod.
 
 Engines answer it in parts. The first part is the turn's own request. After a break, the next engine gets a request for
-the rest (`answer/rest.py`). The standby pod that the gateway named comes first, then
-the own engine as soon as it is healthy. Each part saves its KV under a name of its own, and loads the KV of the parts
-before.
+the rest (`answer/rest.py`). `searching.py` finds the engine. Each part saves its KV under a name of its own, and loads
+the KV of the parts before.
 
 Bounds: two more engines an answer, and a time without an engine. A client that leaves meanwhile ends the turn.
 """
@@ -20,7 +19,6 @@ from typing import Any
 from opentelemetry.trace import get_current_span
 
 from contextcache.errors import ContextCacheError, EngineFailed, NoReadyEndpoint
-from contextcache.identity import Standby
 from contextcache.names import new_cache_ref
 from contextcache.phases import Phases
 from vllm_plugin.turn.answer.chat import GIVEN_UP, UNREADABLE
@@ -37,7 +35,7 @@ from vllm_plugin.turn.answer.rest import (
     rest_fields,
     tells_tokens,
 )
-from vllm_plugin.turn.engine import ASGIApp, Engine, Message
+from vllm_plugin.turn.engine import Engine, Message
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.turn import Turn
@@ -45,11 +43,8 @@ from vllm_plugin.turn.waiting import TurnPatience
 
 log = logging.getLogger(__name__)
 
-HEADER = "x-context-resume"
 _ENGINES_MAX = 2
 """Engines that an answer is taken to. A request that kills engines kills no more than these."""
-_POLL_S = 0.5
-_COMMENT_S = 5.0
 _CONTEXT_TOKENS = 16
 """Tokens before the answer with which its text is decoded: more than any character has."""
 _PARTIAL_TOKENS_MAX = 8
@@ -92,12 +87,8 @@ class Resuming:
     """Patiences of all turns, which end with the process."""
     body_of: Callable[[Turn, Sequence[int]], dict[str, Any]]
     """Returns the engine's body for a prompt that ends with these ids of the answer."""
-    standbys: Callable[[Standby], ASGIApp] | None
-    """Returns the application of another pod's engine. None: the engine is this process, and answers end with it."""
     phase: Phase = Phase.ANSWERING
     _num_engines: int = 0
-    _at: Standby | None = None
-    """Pod that was asked last; None: this one."""
     _part: PartOfStream = field(default_factory=PartOfStream)
     _rest: Rest | None = None
     _num_known: int = 0
@@ -107,14 +98,12 @@ class Resuming:
     _verdict: CannotResume | None = None
     _has_fault: bool = False
     """The delivery raised, not the engine."""
-    _has_left: bool = False
-    """The client closed its connection."""
     _broke_s: float = 0.0
     """Time of the loop at the break; 0: none since a chunk arrived."""
 
     def __post_init__(self) -> None:
-        """Remember this pod's engine."""
-        self._own = self.turn.client.engine
+        """Take the request's search."""
+        self._search = self.turn.client.search
 
     async def run(self) -> None:
         """Deliver the answer. Raises EngineFailed, NoReadyEndpoint when it came to no end, or took too long."""
@@ -126,7 +115,7 @@ class Resuming:
                 self._broke_s = self._broke_s or asyncio.get_running_loop().time()
                 if await self._finished():
                     break
-                await self._ask_rest(await self._find_within())
+                await self._ask_rest(await self._find_engine())
             except CannotResume as exc:
                 await self._give_up(str(exc))
                 return
@@ -143,20 +132,17 @@ class Resuming:
         self.patiences.add(patience)
         try:
             async with patience.watching():
-                await turn.client.engine.generate(turn.request.path, body, patience.receive(self._receive), self._take)
+                await turn.client.engine.generate(
+                    turn.request.path, body, patience.receive(self._search.receive), self._take
+                )
         except TimeoutError:
             log.warning("engine did not end a request", extra={"session_id": turn.session.session_id})
         except Exception as exc:
-            if self._has_fault or self.standbys is None:
+            if self._has_fault or not self._search.is_possible:
                 raise
             log.warning("engine broke off", extra={"reason": type(exc).__name__})
         finally:
             self.patiences.discard(patience)
-
-    async def _receive(self) -> Message:
-        message = await self.turn.client.receive()
-        self._has_left = self._has_left or message["type"] == "http.disconnect"
-        return message
 
     async def _take(self, message: Message) -> None:
         """Take one ASGI message of the engine's; withhold the events by which it gives up."""
@@ -182,7 +168,7 @@ class Resuming:
     @property
     def _is_cut(self) -> bool:
         """Whether the answer is a stream that can be continued."""
-        return self.turn.request.stream and self.standbys is not None
+        return self.turn.request.stream and self._search.is_possible
 
     def _cut(self, message: Message) -> Message | None:
         """Return the part of a body that may pass."""
@@ -209,7 +195,7 @@ class Resuming:
         """Record that the rest has begun, before its first byte is delivered."""
         turn = self.turn
         came_from = turn.holder or self.settings.endpoint_name
-        turn.holder = self._at.name if self._at is not None else ""
+        turn.holder = self._search.at.name if self._search.at is not None else ""
         told: dict[str, str | int] = {
             "at_token": self._num_known,
             "from": came_from,
@@ -219,28 +205,23 @@ class Resuming:
         turn.resumed.append(told)
         self._advance("rest begun")
         self._broke_s = 0.0
-        self.metrics.resumed_answers.labels(outcome="own" if self._at is None else "standby").inc()
+        self.metrics.resumed_answers.labels(outcome="own" if self._search.at is None else "standby").inc()
         get_current_span(turn.trace).add_event("answer resumed", told)
         log.info("answer resumed", extra={"session_id": turn.session.session_id, **told})
 
     def _check_break(self) -> None:
         """Raise CannotResume unless the engine broke off and another may be asked."""
         failure, patience = self.delivery.failure, self.delivery.patience
-        if self._has_left:
-            raise CannotResume("client")
-        if patience.lost_with not in ("", "engine"):
-            raise CannotResume(patience.lost_with)
-        if self.standbys is None:
-            raise CannotResume("same_process")
-        if self._verdict is not None:
-            raise self._verdict
         if failure is not None and failure.http_status < 500:
             raise CannotResume("refused")
+        self._search.check()
+        if patience.lost_with not in ("", "engine"):
+            raise CannotResume(patience.lost_with)
+        if self._verdict is not None:
+            raise self._verdict
         gave_up = self.delivery.answer.result.finish_reason in GIVEN_UP
         if failure is not None and self._status == 200 and not gave_up and self._withheld is None:
             raise CannotResume("unreadable")
-        if self.turn.client.headers.get(HEADER, "").strip().lower() == "off":
-            raise CannotResume("opted_out")
 
     async def _finished(self) -> bool:
         """End a stream that lacks no token, only its last events; return whether there is one."""
@@ -260,52 +241,21 @@ class Resuming:
         except TimeoutError:
             log.warning("client did not take its answer", extra={"session_id": self.turn.session.session_id})
 
-    async def _find_within(self) -> Known:
-        """Find an engine for the rest, while the client is there and time is left."""
-        left_s = self._broke_s + self.settings.resume_timeout_s - asyncio.get_running_loop().time()
-        # A standby that is not there has not been harmed by the request.
-        is_absent = self._status == NoReadyEndpoint.http_status and self._at is not None
-        self._num_engines += not is_absent
-        if left_s <= 0 or self._num_engines > _ENGINES_MAX:
-            raise CannotResume("timeout" if left_s <= 0 else "limit")
-        patience = self.delivery.patience = TurnPatience(left_s)
-        self.patiences.add(patience)
-        leaving: asyncio.Future[Message] = asyncio.ensure_future(patience.receive(self._receive)())
-        finding = asyncio.ensure_future(self._find())
-        try:
-            async with patience.watching():
-                await asyncio.wait((leaving, finding), return_when=asyncio.FIRST_COMPLETED)
-                if finding.done():
-                    return finding.result()
-            lost_with = patience.lost_with.replace("engine", "timeout")
-            raise CannotResume("client" if self._has_left else lost_with)
-        finally:
-            self.patiences.discard(patience)
-            leaving.cancel()
-            finding.cancel()
-            await asyncio.gather(leaving, finding, return_exceptions=True)
-
-    async def _find(self) -> Known:
+    async def _find_engine(self) -> Known:
         """Find an engine that decodes the known tokens. Raises CannotResume."""
-        assert self.standbys is not None
-        standby, turn, waited_s = self.turn.client.identity.standby, self.turn, 0.0
-        while True:
-            if standby is not None and self._at is None:
-                self._at, engine = standby, Engine(self.standbys(standby), turn.client.scope)
-            else:
-                self._at, engine = None, self._own
-                await asyncio.sleep(_POLL_S)
-                waited_s += _POLL_S
-                if waited_s >= _COMMENT_S:
-                    waited_s = 0.0
-                    await turn.client.keep_alive.comment()
-            if not await engine.is_ready():
-                continue
-            turn.client.engine = engine
-            try:
-                return await self._known_at(engine)
-            except ContextCacheError as exc:
-                log.warning("engine cannot continue an answer", extra={"reason": exc.code})
+        # A standby that is not there has not been harmed by the request.
+        self._num_engines += not (self._status == NoReadyEndpoint.http_status and self._search.at is not None)
+        if self._num_engines > _ENGINES_MAX:
+            raise CannotResume("limit")
+        try:
+            return await self._search.find(self._taken_over, since_s=self._broke_s)
+        except ContextCacheError as exc:
+            raise CannotResume("refused") from exc
+
+    async def _taken_over(self, engine: Engine) -> Known:
+        known = await self._known_at(engine)
+        self.turn.client.engine = engine
+        return known
 
     async def _known_at(self, engine: Engine) -> Known:
         """Return the part that the client has, with its text. Raises CannotResume, and the engine's errors."""
@@ -352,17 +302,18 @@ class Resuming:
         self._part.head = head
         if turn.save_ref is not None and self._status != NoReadyEndpoint.http_status:
             turn.left_refs, turn.save_ref = (turn.save_ref, *turn.left_refs), new_cache_ref()
-        turn.kv_at = self._at.kv_at if self._at is not None else ""
+        turn.kv_at = self._search.at.kv_at if self._search.at is not None else ""
         self.delivery.begin_part()
         self._advance("rest asked")
         await self._ask(known.token_ids)
 
     async def _give_up(self, reason: str) -> None:
         """End the answer as its engine did. Raises EngineFailed, NoReadyEndpoint."""
+        broke = reason != "refused" or self.phase is not Phase.ANSWERING  # else its first engine refused the request
         self._advance("given up")
         if reason == "client":
             self.delivery.patience.lost_with = reason
-        if self.standbys is not None and reason != "client":
+        if self._search.is_possible and reason != "client" and broke:
             self.metrics.resumed_answers.labels(outcome=reason).inc()
             log.warning("answer not resumed", extra={"session_id": self.turn.session.session_id, "reason": reason})
         if self._withheld is not None:

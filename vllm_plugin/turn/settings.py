@@ -77,8 +77,8 @@ class TurnSettings(TlsSettings, TracingSettings):
     resume_timeout_s: float = Field(
         60.0,
         ge=0,
-        description="Seconds for which an answer whose engine broke off waits for an engine that continues it. 0: it "
-        "ends at once. Only a turn process of its own outlives its engine.",
+        description="Seconds for which a turn whose engine is gone, before its answer or in its middle, waits for an "
+        "engine that goes on. 0: it ends at once. Only a turn process of its own outlives its engine.",
     )
     drain_timeout_s: float = Field(
         60.0,

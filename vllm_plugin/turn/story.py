@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -55,15 +55,16 @@ from vllm_plugin.turn.answer.delivery import Delivery
 from vllm_plugin.turn.answer.diagnostics import Cause, Comparison
 from vllm_plugin.turn.answer.repeats import give_again
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
-from vllm_plugin.turn.engine import ASGIApp, Engine
+from vllm_plugin.turn.engine import ASGIApp
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.prompt.comparing import compare
-from vllm_plugin.turn.prompt.composition import ComposedPrompt, compose_first, compose_turn
+from vllm_plugin.turn.prompt.composition import compose_first, compose_turn
 from vllm_plugin.turn.prompt.matching import match, under_instructions
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, with_new_messages
 from vllm_plugin.turn.prompt.transcript import Transcript
 from vllm_plugin.turn.resuming import Resuming
+from vllm_plugin.turn.searching import EngineSearch
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.settlement import Settlement
 from vllm_plugin.turn.turn import Client, Turn
@@ -162,7 +163,8 @@ class TurnStory:
         async with self._lease(turn):
             crash_point(BEGUN)
             self._note_served(new.session_id)
-            turn.prompt = await self._composed(client, lambda engine: compose_first(engine, request))
+            with child_span("turn compose"):
+                turn.prompt = await compose_first(client.engine, request)
             await self._compare(turn, Transcript())
             await self._run(turn)
 
@@ -197,9 +199,8 @@ class TurnStory:
                 mode = request.context_mode or mode
             found = match(transcript, request.prompt, mode=mode, has_stored_ids=has_ids)
             turn.request = with_new_messages(request, found.new)
-            turn.prompt = await self._composed(
-                client, lambda engine: compose_turn(engine, turn.request, transcript, found)
-            )
+            with child_span("turn compose"):
+                turn.prompt = await compose_turn(client.engine, turn.request, transcript, found)
             self.metrics.count_match(turn.prompt.outcome, turn.prompt.diverged)
             await self._compare(turn, transcript)
             await self._run(turn)
@@ -234,6 +235,10 @@ class TurnStory:
         dropping = self.manager.abort_turn(tenant, session_id, lease_id=BRANCH_LEASE_ID)
         await self.background.finish(dropping, within_s=_GIVING_BACK_S)
 
+    def search(self, client: Client, app: ASGIApp) -> EngineSearch:
+        """Return the search for an engine of one request; `app` is this pod's."""
+        return EngineSearch(client, app, self.standbys, self.settings.resume_timeout_s, self._patiences)
+
     def give_up(self) -> None:
         """Let every turn that waits for its engine or its client end as if the engine had broken off."""
         for patience in tuple(self._patiences):
@@ -245,17 +250,6 @@ class TurnStory:
         await self.manager.close()
         await self.kv.close()
         await asyncio.to_thread(self.tracer.close)
-
-    async def _composed(self, client: Client, compose: Callable[[Engine], Awaitable[ComposedPrompt]]) -> ComposedPrompt:
-        """Compose a prompt with this pod's tokeniser, or with the standby's if this pod's engine is gone."""
-        standby = client.identity.standby
-        with child_span("turn compose"):
-            try:
-                return await compose(client.engine)
-            except (EngineFailed, NoReadyEndpoint):
-                if standby is None or self.standbys is None:
-                    raise
-                return await compose(Engine(self.standbys(standby), client.scope))
 
     async def _run(self, turn: Turn) -> None:
         """Let the engine answer and deliver it, settling the turn before the last byte."""
@@ -291,12 +285,9 @@ class TurnStory:
         """Have the engine answer. Raises EngineFailed, NoReadyEndpoint when that came to no end, or took too long."""
         crash_point(BEFORE_ENGINE)
         turn.advance("engine asked")
-        answer = Resuming(
-            turn, delivery, self.settings, self.metrics, self._patiences, self._engine_body, self.standbys
-        )
+        answer = Resuming(turn, delivery, self.settings, self.metrics, self._patiences, self._engine_body)
         try:
-            async with turn.client.keep_alive.filling(stream=turn.request.stream):
-                await answer.run()
+            await answer.run()
         finally:
             for left in turn.left_refs:
                 self.background.start(self.kv.interrupt(turn.session.tenant, left))
@@ -391,11 +382,12 @@ class TurnStory:
 
     @asynccontextmanager
     async def _lease(self, turn: Turn) -> AsyncIterator[None]:
-        """Renew the lease while the turn runs; release it when the turn ends unsettled."""
+        """Renew the lease and fill silences while the turn runs; release it when the turn ends unsettled."""
         get_current_span().set_attribute("contextcache.session_id", turn.session.session_id)
         renewal = None if turn.save_ref is None else asyncio.create_task(self._renew(turn))
         try:
-            yield
+            async with turn.client.keep_alive.filling(stream=turn.request.stream):
+                yield
         finally:
             try:
                 if renewal is not None:

@@ -18,6 +18,7 @@ from vllm_plugin.turn.answer.repeats import Recording
 from vllm_plugin.turn.engine import Engine, Receive, Scope, Send
 from vllm_plugin.turn.prompt.composition import ComposedPrompt
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest
+from vllm_plugin.turn.searching import EngineSearch
 
 
 class Phase(Enum):
@@ -76,6 +77,8 @@ class Client:
     engine: Engine
     identity: Identity = field(init=False)
     """Set for a turn alone, once its signature is checked."""
+    search: EngineSearch = field(init=False)
+    """Set together with the identity."""
     dialect: Dialect = field(default_factory=Dialect)
 
     @property

@@ -444,6 +444,24 @@ async def test_a_request_that_the_next_engine_refuses_ends_the_answer(pod_of):
     assert outcomes(pod) == {"refused": 1}
 
 
+async def test_a_mistake_of_the_client_is_no_break(pod_of):
+    """Seen failing: each 4xx of the first engine was counted and logged as an answer that was not resumed."""
+
+    class Strict(BreakingEngine):
+        async def _generate(self, chat, request, receive, send):
+            await send({"type": "http.response.start", "status": 400, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+
+    pod = pod_of(BreakingEngine())
+    session_id = (await pod.create(prompt="Hello", max_tokens=1)).json["session_id"]
+    pod.engine.__class__ = Strict
+
+    answer = await pod.ask(session_id, prompt="tell", headers=[(b"x-context-resume", b"off")])
+
+    assert answer.status == 400
+    assert outcomes(pod) == {}
+
+
 async def test_chunks_may_be_cut_anywhere_also_at_the_break(pod_of):
     class Torn(BreakingEngine):
         async def _generate(self, chat, request, receive, send):
