@@ -15,7 +15,7 @@ patterns of contextcache.names, which contain neither ':' nor braces.
 | cc:{s17}:place:<tenant>:<id>       | hash                        | created_at_ms of a removed session, for lists |
 | cc:{s17}:answer:<tenant>:<id>:<key> | hash                       | the answer to a repeated request              |
 | cc:bytes:<tenant>                  | hash of hour -> bytes       | the tenant's ledger, for its limit            |
-| cc:{s17}:usage:<tenant>:<day>      | hash of <key>:<count> -> sum | usage on a day, by API key's name            |
+| cc:{s17}:usage:<tenant>:<day>      | hash of sums                | usage on a day, by <key>@<model>:<count>      |
 | cc:{s17}:counted:<tenant>:<sender> | hash                        | number of the sender's last counted batch     |
 
 The ledger counts a tenant's bytes by the hour in which they end (scripts/bytes.lua). A Cluster has one for each shard,
@@ -40,7 +40,7 @@ from typing import Any
 import msgspec
 
 from context_manager.limits import SessionKey
-from contextcache.model import BRANCH_LEASE_ID, TURNS_KEPT, TenantId
+from contextcache.model import BRANCH_LEASE_ID, SAVED_COUNTS, TURNS_KEPT, TenantId
 from contextcache.names import SESSION_ID_PATTERN, TENANT_PATTERN, shard_of
 
 HOUR_MS = 3_600_000
@@ -210,6 +210,7 @@ def script_rules(*, grace_ms: int = KEY_GRACE_MS) -> str:
     """Return the text in front of every script. `grace_ms`: see KEY_GRACE_MS, 1 or more."""
     numbers = "".join(f"local {name} = {number:d}\n" for name, number in _NUMBERS.items())
     numbers += f"local GRACE_MS, BRANCH_LEASE = {grace_ms:d}, '{BRANCH_LEASE_ID}'\n"
+    numbers += f"local SAVED_COUNTS = {{{', '.join(f'{name} = true' for name in SAVED_COUNTS)}}}\n"
     return numbers + "".join(map(_text, _RULES))
 
 

@@ -45,7 +45,7 @@ MAX_COMMIT_SEGMENTS = 1000
 MAX_ANSWER_BYTES = 256 << 10
 """Maximum size of a kept answer, packed."""
 MAX_USAGE_KEYS = 1000
-"""Maximum number of API keys in one batch of a tenant."""
+"""Maximum number of pairs of an API key and a model in one batch of a tenant."""
 MAX_COUNT = 1 << 50
 """Maximum of one count in one batch. Thousands of such sums fit into a counter of Redis."""
 MAX_HELD_REFS = 500
@@ -105,12 +105,16 @@ def check_new_session(new: NewSession, bounds: TtlBounds) -> None:
     """Raise InvalidRequest or TtlOutOfRange for a session that may not be created."""
     check_tenant(new.tenant)
     context_id(new.session_id)
-    if len(new.model_id) > MAX_NAME_CHARS:
-        raise InvalidRequest(f"model must have at most {MAX_NAME_CHARS} characters", param="model")
+    _check_model(new.model_id)
     bounds.check(new.ttl_s)
     check_metadata(new.metadata)
     if new.parent:
         context_id(new.parent)
+
+
+def _check_model(model_id: str) -> None:
+    if len(model_id) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"model must have at most {MAX_NAME_CHARS} characters", param="model")
 
 
 def check_commit(commit: TurnCommit) -> SessionKey:
@@ -157,11 +161,12 @@ def _tokens(receipt: TurnReceipt) -> tuple[int, ...]:
 
 def check_usage(usage: Sequence[Usage]) -> None:
     """Raise InvalidRequest for malformed usage."""
-    if not 1 <= len(usage) <= MAX_USAGE_KEYS or len({one.key for one in usage}) != len(usage):
-        raise InvalidRequest(f"usage must have 1 to {MAX_USAGE_KEYS} keys, each once", param="usage")
+    if not 1 <= len(usage) <= MAX_USAGE_KEYS or len({(one.key, one.model) for one in usage}) != len(usage):
+        raise InvalidRequest(f"usage must have 1 to {MAX_USAGE_KEYS} keys, each once with a model", param="usage")
     for one in usage:
         if one.key and not KEY_NAME_PATTERN.fullmatch(one.key):
             raise InvalidRequest("the name of a key must be 1 to 64 letters, digits, '_', '-' or '.'", param="usage")
+        _check_model(one.model)
         if not set(one.counts) <= set(USAGE_COUNTS) or not all(0 <= n <= MAX_COUNT for n in one.counts.values()):
             raise InvalidRequest(f"usage must have known counts only, each from 0 to {MAX_COUNT}", param="usage")
 

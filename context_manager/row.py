@@ -21,11 +21,13 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, fields, replace
 from enum import Enum
 from typing import Any
+from urllib.parse import quote, unquote
 
 from context_manager import refusals
 from context_manager.limits import SessionKey, check_receipt
 from contextcache.errors import InvalidRequest
 from contextcache.model import (
+    SAVED_COUNTS,
     USAGE_COUNTS,
     CacheRef,
     CacheSessionMetadata,
@@ -141,6 +143,7 @@ def _row_of_fields(key: SessionKey, stored: Mapping[str, str]) -> SessionRow:
         holders=_holders(stored),
         forked_from=_forked_from(stored.get("forked_from", "")),
         parent=stored.get("parent", ""),
+        **{name: _sum(stored.get(name, "0")) for name in SAVED_COUNTS},
     )
     return SessionRow(session, stored.get("lease_id", ""), number("lease_until_ms"), is_tombstone)
 
@@ -150,6 +153,11 @@ def _number(text: str) -> int:
     if not (len(text) <= _MAX_DIGITS and text.isascii() and text.isdigit()):
         raise ValueError("the number is out of range")
     return int(text)
+
+
+def _sum(text: str) -> int:
+    """Return a sum of turns; 0 for a damaged one, because no turn depends on it."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _SUM_DIGITS_MAX else 0
 
 
 def _holders(stored: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -190,18 +198,20 @@ def stored_fields(value: NewSession | Terms) -> dict[str, Any]:
 
 
 def usage_text(usage: Sequence[Usage]) -> str:
-    """Return usage as the scripts read it."""
-    return " ".join(f"{one.key}:{name} {number}" for one in usage for name, number in one.counts.items() if number)
+    """Return usage as the scripts read it: `<key>@<model>:<name> <number>`, the model quoted as in a URL."""
+    named = [(f"{one.key}@{quote(one.model)}" if one.model else one.key, one.counts) for one in usage]
+    return " ".join(f"{of}:{name} {number}" for of, counts in named for name, number in counts.items() if number)
 
 
 def usage_of_replies(replies: Iterable[Mapping[bytes, bytes] | None]) -> list[Usage]:
     """Return the sums over the shards. Damaged sums are left out."""
-    by_key: dict[str, Counter[str]] = {}
+    sums: dict[tuple[str, str], Counter[str]] = {}
     for field, number in (pair for reply in replies for pair in (reply or {}).items()):
-        key, _, name = field.decode(errors="replace").rpartition(":")
+        named, _, name = field.decode(errors="replace").rpartition(":")
+        key, _, model = named.partition("@")
         if name in USAGE_COUNTS and number.isdigit() and len(number) <= _SUM_DIGITS_MAX:
-            by_key.setdefault(key, Counter())[name] += int(number)
-    return [Usage(key, dict(counts)) for key, counts in sorted(by_key.items())]
+            sums.setdefault((key, unquote(model)), Counter())[name] += int(number)
+    return [Usage(key, dict(counts), model) for (key, model), counts in sorted(sums.items())]
 
 
 def receipt_text(receipt: TurnReceipt | None) -> str:

@@ -163,6 +163,12 @@ class CacheSessionMetadata:
     """Session and generation that it is a fork of."""
     parent: SessionId = ""
     """Parent session: its agent started this one's agent. Empty: none."""
+    computed_tokens: int = 0
+    """Prompt tokens that its committed turns computed, turns that a rewind dropped included."""
+    cached_tokens: int = 0
+    """Prompt tokens that these turns did not compute."""
+    saved_ms: int = 0
+    """Estimated time that this saved, as `usage.context.saved_ms`."""
 
     @property
     def cache_refs(self) -> tuple[CacheRef, ...]:
@@ -226,18 +232,31 @@ USAGE_COUNTS = (
 )
 """Counters of a tenant: contexts created, turns answered, tokens of their receipts, time that cached tokens saved, and
 KiB times seconds held in each tier."""
+SAVED_COUNTS = ("computed_tokens", "cached_tokens", "saved_ms")
+"""Counts that a session's row also sums over its own turns."""
 MAX_USAGE_DAYS = 31
 """Days in one report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Usage of one API key."""
+    """Usage of one API key with one model."""
 
     key: str
     """Name of the key; empty: usage of no key, such as bytes held."""
     counts: Mapping[str, int]
     """Count by name in USAGE_COUNTS; none is negative."""
+    model: ModelId = ""
+    """Empty: usage of no model, or counted by a release that did not send it."""
+
+
+def saved_share(computed_tokens: int, cached_tokens: int) -> float | None:
+    """Return the share of prompt tokens that were not computed, 0 to 1; None without a prompt token.
+
+    Tokens that the engine's own prefix cache had count: the client did not send them, and the engine skipped them.
+    """
+    prompt_tokens = computed_tokens + cached_tokens
+    return round(cached_tokens / prompt_tokens, 4) if prompt_tokens else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,7 +252,7 @@ class Contexts:
             cache_ref=cache_ref if kv is not None else "",
             # The first turn is routed there even without KV: the engine may have it.
             holder=source.holder,
-            usage=Usage(fork.key, {"contexts": 1}),
+            usage=Usage(fork.key, {"contexts": 1}, source.model_id),
         )
         try:
             return await self._committed(source.session_id, fork.generation, commit), kv

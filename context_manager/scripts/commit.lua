@@ -59,5 +59,6 @@ if a.forked_from then
   redis.call('HSET', SESSION, 'forked_from', a.forked_from)
 end
 count_usage(a.usage, used)
+count_saved(used)
 keep_receipt(generation, a.receipt)
 return stored()

@@ -1,7 +1,7 @@
 -- Put behind row.lua: what is used, by day and key, and what a session's last turns took.
 
--- Adds sums to the hash of today. `usage`: its name without the day; `said`: `<key>:<quantity> <number>` again and again,
--- with blanks between.
+-- Adds sums to the hash of today. `usage`: its name without the day; `said`: `<key>@<model>:<quantity> <number>` again and
+-- again, with blanks between.
 local function count_usage(usage, said)
   local key = usage .. integer(math.floor(now_ms / (24 * HOUR_MS)))
   -- A spoilt one costs a tenant a day's figures, not its turns.
@@ -13,6 +13,15 @@ local function count_usage(usage, said)
     redis.pcall('HINCRBY', key, field, number)
   end
   redis.call('PEXPIRE', key, integer(USAGE_KEPT_MS))
+end
+
+-- Adds a turn's tokens and saved time to the sums of its session.
+local function count_saved(said)
+  for name, number in string.gmatch(said, ':(%S+) (%d+)') do
+    if SAVED_COUNTS[name] then
+      redis.pcall('HINCRBY', SESSION, name, number)
+    end
+  end
 end
 
 -- Adds a turn's receipt to the last ones; the first generation's, or a fork, which has none, begins anew.

@@ -25,7 +25,7 @@ _ROWS_AT_ONCE = 100
 _WIDTH_WITHOUT_TERMINAL = 1000
 _GAP = 2
 """Spaces between two columns."""
-_CUT, _LEAST_WIDTH = frozenset({"model"}), 6
+_CUT, _LEAST_WIDTH = frozenset({"model"}), 5
 """Columns that a narrow terminal may cut, and their least width: the beginning of a model's name identifies it."""
 
 
@@ -44,6 +44,11 @@ def size(size_bytes: float | None) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError
+
+
+def percent(share: float | None) -> str:
+    """Return a share in percent; `-` if there is none."""
+    return "-" if share is None else f"{100 * share:.0f} %"
 
 
 def gib_hours(byte_hours: float) -> str:
@@ -99,6 +104,7 @@ def receipt(reply: Reply) -> str:
     parts.append(f"computed {usage.computed_tokens}")
     source = "" if usage.source == "none" else f" from {usage.source}"
     parts.append(f"cached {usage.cached_tokens}{source}")
+    parts.append(f"saved {percent(usage.saved_share)}")
     if not usage.committed:
         parts.append(f"not committed ({usage.reason or 'the server stored no context'})")
     if reply.finish_reason == "length":
@@ -143,21 +149,21 @@ def _fitting(heads: Sequence[str], cells: Iterable[Sequence[str]]) -> dict[str, 
     return widths | cut
 
 
-CONTEXT_HEADS = ("session_id", "model", "turns", "tokens", "gen", "state", "left", "parent")
-USAGE_HEADS = ("day", "key", "contexts", "turns", "computed", "cached", "answered", "saved s", "GiB·h")
-TURN_HEADS = ("gen", "at", "computed", "cached", "answered", "from", "first s", "took s", "why")
+CONTEXT_HEADS = ("session_id", "model", "turns", "tokens", "saved", "gen", "state", "left", "parent")
+USAGE_HEADS = ("day", "key", "contexts", "turns", "computed", "cached", "saved", "answered", "saved s", "GiB·h")
+TURN_HEADS = ("gen", "at", "computed", "cached", "saved", "answered", "from", "first s", "took s", "why")
 KEPT_HEADS = ("id", "tokens", "size", "pods", "left")
 _NUMBERS = frozenset({"turns", "tokens", "gen", "left", "size", *USAGE_HEADS[2:], "first s", "took s"})
 _DROP = (
     *("parent", "gen", "state", "contexts", "answered", "GiB·h", "at", "pods", "from", "key", "size", "took s"),
-    *("model", "turns", "first s", "saved s", "tokens", "cached", "why", "computed", "left"),
+    *("model", "turns", "first s", "saved s", "tokens", "cached", "why", "computed", "saved", "left"),
 )
 """Columns that a narrow terminal leaves out, in this order. `--json` has all of them."""
 
 
 def context_row(info: ContextInfo) -> tuple[object, ...]:
     """Return a context as a row under `CONTEXT_HEADS`."""
-    counts = (info.turns, info.tokens, info.generation)
+    counts = (info.turns, info.tokens, percent(info.saved_share), info.generation)
     return info.session_id, info.model, *counts, info.state, left(info.expires_at), info.parent or ""
 
 
@@ -169,18 +175,20 @@ def kept_row(info: KeptInfo) -> tuple[object, ...]:
 def turn_rows(turns: Iterable[TurnInfo]) -> Iterator[tuple[object, ...]]:
     """Yield receipts of turns as rows under `TURN_HEADS`."""
     for turn in turns:
-        tokens = (turn.computed_tokens, turn.cached_tokens, turn.completion_tokens)
+        tokens = (turn.computed_tokens, turn.cached_tokens, percent(turn.saved_share), turn.completion_tokens)
         first = "-" if turn.first_token_ms is None else f"{turn.first_token_ms / 1000:.2f}"
         why = turn.reason or turn.match or "create"
         yield turn.generation, _clock(turn.at), *tokens, turn.source, first, f"{turn.took_ms / 1000:.2f}", why
 
 
 def usage_rows(found: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
-    """Yield usage as rows under `USAGE_HEADS`, and the total."""
+    """Yield usage as rows under `USAGE_HEADS`, the sum of each model, and the total."""
     named = [(day["day"], one["key"] or "(stored KV)", one) for day in found["days"] for one in day["keys"]]
-    for day, key, one in [*named, ("total", "", found["total"])] if named else ():
+    models = [("total", one["model"], one) for one in found.get("models", ())]
+    for day, key, one in [*named, *models, ("total", "", found["total"])] if named else ():
         held = sum(one["byte_hours"].values())
-        tokens = (one["computed_tokens"], one["cached_tokens"], one["completion_tokens"])
+        saved = percent(one.get("saved_share"))
+        tokens = (one["computed_tokens"], one["cached_tokens"], saved, one["completion_tokens"])
         yield day, key, one["contexts"], one["turns"], *tokens, f"{one['saved_seconds']:.1f}", gib_hours(held)
 
 

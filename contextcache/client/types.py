@@ -82,7 +82,7 @@ class ContextUsage:
     cached_tokens: int
     """Prompt tokens that were not computed."""
     saved_tokens: int
-    """Cached tokens that the context already had."""
+    """The cached tokens."""
     context_tokens: int
     """Prompt tokens that the context already had."""
     source: str
@@ -91,6 +91,8 @@ class ContextUsage:
     """Whether the turn is part of the context now."""
     restore_ms: float | None = None
     """Milliseconds to bring the KV back; None if none was brought."""
+    saved_share: float | None = None
+    """Cached tokens as a share of the prompt, 0 to 1; None: the server is of an older release."""
     saved_ms: int | None = None
     """Estimated milliseconds to compute the cached tokens, less `restore_ms`; None without an estimate."""
     match: str | None = None
@@ -162,6 +164,8 @@ class TurnInfo:
     first_token_ms: float | None
     """Time to the first token of a stream; None if the turn did not stream."""
     took_ms: float
+    saved_share: float | None = None
+    """Cached tokens as a share of the prompt, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +191,14 @@ class ContextInfo:
     """`session_id` and `generation` of the context that it was forked from."""
     parent: str | None = None
     """Parent: the context of the agent that started this one's agent."""
+    computed_tokens: int = 0
+    """Prompt tokens that its committed turns computed."""
+    cached_tokens: int = 0
+    """Prompt tokens that these turns did not compute."""
+    saved_share: float | None = None
+    """Cached tokens as a share of both, 0 to 1; None without a turn."""
+    saved_seconds: float = 0.0
+    """Estimated seconds that this saved."""
     recent_turns: Sequence[TurnInfo]
     """The last turns, the oldest first."""
     raw: Mapping[str, Any] = field(repr=False)

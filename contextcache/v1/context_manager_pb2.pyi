@@ -168,6 +168,9 @@ class Session(google.protobuf.message.Message):
     FORKED_FROM_FIELD_NUMBER: builtins.int
     FORKED_GENERATION_FIELD_NUMBER: builtins.int
     PARENT_FIELD_NUMBER: builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    SAVED_MS_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """Public name, `ctx_` and 128 random bits, or the client's own."""
     tenant: builtins.str
@@ -210,6 +213,12 @@ class Session(google.protobuf.message.Message):
     """Its generation that was forked."""
     parent: builtins.str
     """Session whose agent started this one; empty for none."""
+    computed_tokens: builtins.int
+    """Prompt tokens that its committed turns computed."""
+    cached_tokens: builtins.int
+    """Prompt tokens that these turns did not compute."""
+    saved_ms: builtins.int
+    """Estimated time that this saved, in ms."""
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Client's metadata: string keys and values."""
@@ -243,8 +252,11 @@ class Session(google.protobuf.message.Message):
         forked_from: builtins.str = ...,
         forked_generation: builtins.int = ...,
         parent: builtins.str = ...,
+        computed_tokens: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
+        saved_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "created_at_ms", b"created_at_ms", "expires_at_ms", b"expires_at_ms", "forked_from", b"forked_from", "forked_generation", b"forked_generation", "generation", b"generation", "holder", b"holder", "holders", b"holders", "knows_holders", b"knows_holders", "mark", b"mark", "metadata", b"metadata", "mode", b"mode", "model_id", b"model_id", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "parent", b"parent", "previous_cache_ref", b"previous_cache_ref", "session_id", b"session_id", "state", b"state", "tenant", b"tenant", "ttl_policy", b"ttl_policy", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "created_at_ms", b"created_at_ms", "expires_at_ms", b"expires_at_ms", "forked_from", b"forked_from", "forked_generation", b"forked_generation", "generation", b"generation", "holder", b"holder", "holders", b"holders", "knows_holders", b"knows_holders", "mark", b"mark", "metadata", b"metadata", "mode", b"mode", "model_id", b"model_id", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "parent", b"parent", "previous_cache_ref", b"previous_cache_ref", "saved_ms", b"saved_ms", "session_id", b"session_id", "state", b"state", "tenant", b"tenant", "ttl_policy", b"ttl_policy", "ttl_s", b"ttl_s"]) -> None: ...
 
 Global___Session: typing_extensions.TypeAlias = Session
 
@@ -832,7 +844,7 @@ Global___TurnCommit: typing_extensions.TypeAlias = TurnCommit
 
 @typing.final
 class Usage(google.protobuf.message.Message):
-    """Usage is what was used under one API key."""
+    """Usage is what was used under one API key, with one model."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -854,8 +866,11 @@ class Usage(google.protobuf.message.Message):
 
     KEY_FIELD_NUMBER: builtins.int
     COUNTS_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Name of the key, never the key; empty: nobody's, such as bytes held."""
+    model: builtins.str
+    """Served model name; empty: of no model, or of a sender of an older release."""
     @property
     def counts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Amounts by name (contextcache/model.py, USAGE_COUNTS); none is negative."""
@@ -865,8 +880,9 @@ class Usage(google.protobuf.message.Message):
         *,
         key: builtins.str = ...,
         counts: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["counts", b"counts", "key", b"key"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counts", b"counts", "key", b"key", "model", b"model"]) -> None: ...
 
 Global___Usage: typing_extensions.TypeAlias = Usage
 
@@ -893,7 +909,7 @@ class AddUsageRequest(google.protobuf.message.Message):
     """Of the batch, with a sender: more than those before it, up to 2^53 - 1; one that is not more counts nothing."""
     @property
     def usage(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Usage]:
-        """By key, each once."""
+        """By key and model, each pair once."""
 
     def __init__(
         self,
@@ -991,7 +1007,7 @@ class DayOfUsage(google.protobuf.message.Message):
     """Days since 1970-01-01, UTC."""
     @property
     def usage(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Usage]:
-        """By key."""
+        """By key and model."""
 
     def __init__(
         self,

@@ -176,7 +176,7 @@ _FIELDS: Mapping[Any, Mapping[str, Callable[[Any], Any]]] = {
     Terms: {"metadata": lambda terms: None if terms.metadata is None else {"entries": terms.metadata}},
     UsageReport: {
         "days": lambda report: [
-            {"day": day, "usage": [{"key": one.key, "counts": one.counts} for one in usage]}
+            {"day": day, "usage": [{"key": one.key, "counts": one.counts, "model": one.model} for one in usage]}
             for day, usage in report.days.items()
         ]
     },

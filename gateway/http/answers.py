@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import datetime as dt
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from itertools import islice
-from typing import Any
+from itertools import groupby, islice
+from operator import attrgetter
+from typing import Any, Literal
 
 from contextcache.errors import InvalidRequest
-from contextcache.model import CacheSessionMetadata, SessionPage, TenantId, TurnReceipt, UsageReport
+from contextcache.model import (
+    SAVED_COUNTS,
+    CacheSessionMetadata,
+    SessionPage,
+    TenantId,
+    TurnReceipt,
+    Usage,
+    UsageReport,
+    saved_share,
+)
 from gateway.kept import KeptConversation, KeptPage
 from gateway.parts import Parts
 from gateway.pods.sidecars import KVState
@@ -60,13 +70,30 @@ def _summary(session: CacheSessionMetadata) -> Json:
         "metadata": dict(session.metadata),
         "forked_from": source and {"session_id": source[0], "generation": source[1]},
         "parent": session.parent or None,
+        **_saved(session.computed_tokens, session.cached_tokens, session.saved_ms),
+    }
+
+
+def _saved(computed_tokens: int, cached_tokens: int, saved_ms: int) -> Json:
+    """Return the benefit fields of a context, a key, a model, a day or a tenant."""
+    return {
+        "computed_tokens": computed_tokens,
+        "cached_tokens": cached_tokens,
+        "saved_share": saved_share(computed_tokens, cached_tokens),
+        "saved_seconds": saved_ms / 1000,
     }
 
 
 def _turn(turn: TurnReceipt) -> Json:
     fields = asdict(turn)
     at_ms = fields.pop("at_ms")
-    return fields | {"at": at_ms // 1000, "match": turn.match or None, "reason": turn.reason or None}
+    share = saved_share(turn.computed_tokens, turn.cached_tokens)
+    return fields | {
+        "at": at_ms // 1000,
+        "match": turn.match or None,
+        "reason": turn.reason or None,
+        "saved_share": share,
+    }
 
 
 def conversation_object(session: CacheSessionMetadata) -> Json:
@@ -124,14 +151,13 @@ def kept_object(kept: KeptConversation) -> Json:
 
 def usage_of_tenant(tenant: str, report: UsageReport, *, operator: bool) -> Json:
     """Return the usage of a tenant. `operator`: the asking key is an operator's."""
-    total = Counter[str]()
-    for usage in report.days.values():
-        for one in usage:
-            total.update(one.counts)
+    everything = [one for usage in report.days.values() for one in usage]
     days = [
         {
             "day": (dt.date(1970, 1, 1) + dt.timedelta(day)).isoformat(),
-            "keys": [_used(one.counts) | {"key": one.key} for one in usage],
+            "total": _total(usage),
+            "keys": _used_by("key", usage),
+            "models": _used_by("model", usage),
         }
         for day, usage in report.days.items()
     ]
@@ -140,16 +166,26 @@ def usage_of_tenant(tenant: str, report: UsageReport, *, operator: bool) -> Json
         "tenant": tenant,
         "operator": operator,
         "contexts_now": report.num_contexts,
-        "total": _used(total),
+        "total": _total(everything),
+        "models": _used_by("model", everything),
         "days": days,
     }
 
 
-def _used(counts: Mapping[str, int]) -> Json:
-    names = ("contexts", "turns", "computed_tokens", "cached_tokens", "completion_tokens")
-    hours = {tier: round(counts.get(f"{tier}_kib_s", 0) * 1024 / 3600) for tier in ("memory", "disk", "store")}
-    used = {name: counts.get(name, 0) for name in names}
-    return used | {"saved_seconds": counts.get("saved_ms", 0) / 1000, "byte_hours": hours}
+def _used_by(name: Literal["key", "model"], usage: Iterable[Usage]) -> list[Json]:
+    """Return usage summed by key or by model, by name. Usage of no model, as bytes held, is of no entry by model."""
+    found = groupby(sorted(usage, key=attrgetter(name)), key=attrgetter(name))
+    return [_total(of_one) | {name: value} for value, of_one in found if value or name == "key"]
+
+
+def _total(usage: Iterable[Usage]) -> Json:
+    counts = Counter[str]()
+    for one in usage:
+        counts.update(one.counts)
+    names = ("contexts", "turns", "completion_tokens")
+    hours = {tier: round(counts[f"{tier}_kib_s"] * 1024 / 3600) for tier in ("memory", "disk", "store")}
+    saved = _saved(*(counts[name] for name in SAVED_COUNTS))
+    return {name: counts[name] for name in names} | saved | {"byte_hours": hours}
 
 
 def deployment_object(parts: Parts, *, limit: int, after: TenantId) -> Json:

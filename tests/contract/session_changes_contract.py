@@ -438,14 +438,16 @@ class SessionChangesContract(SessionStoreContract):
         assert (await self.begin_branch(store, now_ms=later)).transcript() == at[1]
         await store.renew_lease(self.FORK, lease_id="turn", lease_ttl_ms=LEASE_MS, now_ms=later + LEASE_MS - 1)
         assert self.FORK.session_id in await self.names(store, now_ms=later + LEASE_MS)
-        commit = replace(turn_commit("turn", keep=2), session_id=self.FORK.session_id, segments=said(7))
+        used = Usage("app", {"turns": 1, "cached_tokens": 9})
+        commit = replace(turn_commit("turn", keep=2), session_id=self.FORK.session_id, segments=said(7), usage=used)
         committed = await store.commit_turn(commit, now_ms=later + LEASE_MS)
 
         assert (committed.state, committed.generation) == (SessionState.READY, 2)
         assert committed.forked_from == (KEY.session_id, 1)
+        assert committed.cached_tokens == 9
         assert await self.forked_transcript(store) == at[1] + said(7)
         report = await store.read_usage(KEY.tenant, [day_of(NOW)], now_ms=NOW)
-        assert report.days == {day_of(NOW): [Usage("app", {"contexts": 1})]}
+        assert report.days == {day_of(NOW): [Usage("app", {"contexts": 1, "turns": 1, "cached_tokens": 9})]}
         await store.abort_turn(self.FORK, lease_id=BRANCH_LEASE_ID, now_ms=later + LEASE_MS)
         assert (await store.get(self.FORK, now_ms=later + LEASE_MS)).state is SessionState.READY
 

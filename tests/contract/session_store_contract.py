@@ -541,6 +541,26 @@ class SessionStoreContract:
             "app-2": {"turns": 1, "computed_tokens": 1, "cached_tokens": 8},
         }
 
+    async def test_a_session_sums_what_its_committed_turns_saved(self, store: SessionStore) -> None:
+        """Seen failing: counted before the check for a repeat, each repeat added to the sums."""
+        await self.reserve(store)
+        first = Usage(
+            "app", {"contexts": 1, "turns": 1, "computed_tokens": 7, "cached_tokens": 0, "saved_ms": 0}, "smol"
+        )
+        for _ in range(2):
+            await store.commit_turn(replace(first_commit(), usage=first), now_ms=NOW)
+        await self.begin(store, "two")
+        more = Usage("app", {"turns": 1, "computed_tokens": 1, "cached_tokens": 8, "saved_ms": 40}, "a: saved_ms 9 @ b")
+        for _ in range(2):
+            await store.commit_turn(replace(turn_commit("two"), usage=more), now_ms=NOW)
+        with pytest.raises(LeaseLost):
+            await store.commit_turn(replace(turn_commit("nobody"), usage=more), now_ms=NOW)
+        found = await store.get(KEY, now_ms=NOW)
+        page = await store.list_sessions(KEY.tenant, limit=10, after="", model_id="", now_ms=NOW)
+
+        assert (found.computed_tokens, found.cached_tokens, found.saved_ms) == (8, 8, 40)
+        assert page.sessions == (found,)
+
     async def test_the_last_turns_are_told_by_their_receipts_each_once(self, store: SessionStore) -> None:
         await self.reserve(store)
         receipts = [receipt(generation) for generation in range(1, TURNS_KEPT + 6)]

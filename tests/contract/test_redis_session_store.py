@@ -17,6 +17,7 @@ from context_manager.layout import (
     answer_key,
     counted_key,
     place_key,
+    session_key,
     tenant_key,
     turns_key,
 )
@@ -33,7 +34,7 @@ from contextcache.errors import (
     GenerationMismatch,
     LeaseLost,
 )
-from contextcache.model import TtlPolicy
+from contextcache.model import TtlPolicy, Usage
 from contextcache.names import NUM_SHARDS, shard_of
 from tests.contract.session_changes_contract import SessionChangesContract
 from tests.contract.session_store_contract import (
@@ -105,6 +106,17 @@ class RedisContract(SessionChangesContract, UsageContract):
             server.command("CONFIG", "SET", "maxmemory", "0")
 
         assert server.command("EXISTS", *script_keys(KEY)) == b":0\r\n"
+
+    async def test_a_damaged_sum_costs_its_figure_and_no_turn(self, store: SessionStore, server: ValkeyServer) -> None:
+        """Seen failing: read as the row's other numbers, a damaged sum made the context unreadable."""
+        await self.create(store)
+        name = session_key(KEY)
+        server.command("HSET", name, "computed_tokens", "many", "cached_tokens", "9" * 18, "saved_ms", "-1")
+        await self.begin(store)
+        usage = Usage("app", {"computed_tokens": 1, "cached_tokens": 2, "saved_ms": 3})
+        session = await store.commit_turn(replace(turn_commit("turn"), usage=usage), now_ms=NOW)
+
+        assert (session.generation, session.computed_tokens, session.cached_tokens, session.saved_ms) == (2, 0, 0, 2)
 
     async def test_turns_that_an_older_manager_left_behind_are_nobody_s_and_what_is_none_is_left_out(
         self, store: SessionStore, server: ValkeyServer

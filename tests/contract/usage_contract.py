@@ -18,6 +18,8 @@ from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit, Usa
 from tests.kit.seed import random_of
 from tests.kit.session_store import SessionStore
 
+MODELS = ("smol", "org/smol: 2 @ fp8", "")
+"""Names as engines may serve them, and none: usage of no model, or that an older release sent."""
 KEYS = {"acme": ("app", "batch"), "globex": ("app",)}
 MIDNIGHT = 1_700_006_400_000
 BEGIN_MS, END_MS = MIDNIGHT - 4 * 3_600_000, MIDNIGHT + 26 * 3_600_000
@@ -31,7 +33,9 @@ class RandomDay:
 
     def __init__(self, store: SessionStore, chosen: Random) -> None:
         self.clock = ManualClock(BEGIN_MS)
-        self.sums: dict[tuple[str, int], dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+        self.sums: dict[tuple[str, int], dict[tuple[str, str], Counter[str]]] = defaultdict(
+            lambda: defaultdict(Counter)
+        )
         self.alive: dict[tuple[str, str], int] = {}
         """Generation by tenant and id."""
         self._store, self._chosen, self._number = store, chosen, 0
@@ -76,10 +80,11 @@ class RandomDay:
 
     def _used(self, tenant: str, **counts: int) -> Usage:
         tokens = {name: self._chosen.randrange(1 << 17) for name in ("computed_tokens", "cached_tokens", "saved_ms")}
-        return Usage(self._chosen.choice(KEYS[tenant]), counts | (tokens if "turns" in counts else {}))
+        model = self._chosen.choice(MODELS)
+        return Usage(self._chosen.choice(KEYS[tenant]), counts | (tokens if "turns" in counts else {}), model)
 
     def _done(self, tenant: str, usage: Usage) -> None:
-        self.sums[tenant, day_of(self.clock.now_ms())][usage.key].update(usage.counts)
+        self.sums[tenant, day_of(self.clock.now_ms())][usage.key, usage.model].update(usage.counts)
 
     async def _commit(self, commit: TurnCommit, *, forked_from: str | None = None) -> None:
         assert commit.usage is not None
@@ -185,10 +190,13 @@ class UsageContract:
         first, last = day_of(MIDNIGHT) - 1, day_of(day.clock.now_ms())
         for tenant in KEYS:
             report = await day.manager.read_usage(tenant, first_day=first, last_day=last)
-            found = {(tenant, on): {one.key: Counter(one.counts) for one in usage} for on, usage in report.days.items()}
+            found = {
+                (tenant, on): {(one.key, one.model): Counter(one.counts) for one in usage}
+                for on, usage in report.days.items()
+            }
             done = {
-                (whose, on): {key: +counts for key, counts in by_key.items()}
-                for (whose, on), by_key in day.sums.items()
+                (whose, on): {named: +counts for named, counts in by_name.items()}
+                for (whose, on), by_name in day.sums.items()
                 if whose == tenant
             }
             today = await day.manager.read_usage(tenant)

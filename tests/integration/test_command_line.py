@@ -124,10 +124,11 @@ def test_a_list_of_contexts_fits_eighty_columns(monkeypatch):
     """Seen failing: the model's name was whole, and the time left was not there."""
     narrow = Console(width=80, record=True, file=io.StringIO())
     monkeypatch.setattr(output, "console", lambda: narrow)
-    row = (f"ctx_{'0' * 32}", "smollm2-135m-instruct", 3, 120, 4, "ready", "59 min", "ctx_1")
+    row = (f"ctx_{'0' * 32}", "smollm2-135m-instruct", 3, 120, "90 %", 4, "ready", "59 min", "ctx_1")
     narrow.print(output.table(output.CONTEXT_HEADS, [row]))
 
-    assert narrow.export_text().splitlines()[1].split() == [row[0], "smollm…", "3", "120", "4", "ready", "59", "min"]
+    shown = narrow.export_text().splitlines()[1].split()
+    assert shown == [row[0], "smol…", "3", "120", "90", "%", "ready", "59", "min"]
 
 
 @pytest.mark.parametrize(

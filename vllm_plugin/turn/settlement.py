@@ -289,7 +289,7 @@ def _counted(turn: Turn, usage: TurnUsage, *, committed: bool) -> Usage:
         "completion_tokens": usage.completion_tokens,
         "saved_ms": usage.saved_ms or 0,
     }
-    return Usage(turn.client.identity.key, counts)
+    return Usage(turn.client.identity.key, counts, turn.session.model_id)
 
 
 def _describe(span: Span, usage: TurnUsage, outcome: CommitOutcome) -> None:

@@ -127,7 +127,7 @@ def check_usage(warm: Answer, *, prompt_tokens: int, context_tokens: int, prefil
     cached, completion = context["cached_tokens"], 0 if prefill_only else len(warm.token_ids)
     facts = {
         "computed + cached": (context["computed_tokens"] + cached, prompt_tokens),
-        "saved_tokens": (context["saved_tokens"], min(cached, context_tokens)),
+        "saved_tokens": (context["saved_tokens"], cached),
         "prompt_tokens": (
             usage["prompt_tokens"],
             prompt_tokens if usage.get("prompt_tokens_details") else context["computed_tokens"],

@@ -16,11 +16,13 @@ KEY = {
     "turns": 55254,
     "computed_tokens": 83351234,
     "cached_tokens": 123456789,
+    "saved_share": 0.597,
     "completion_tokens": 9876543,
     "saved_seconds": 6812.4,
     "byte_hours": {"host": 3 << 30, "disk": 1 << 29},
 }
 USAGE = {"days": [{"day": "2026-11-27", "keys": [KEY]}, {"day": "2026-11-28", "keys": [KEY]}], "total": KEY}
+USAGE["models"] = [KEY | {"model": "org/smol"}]
 
 TURN = TurnInfo(
     generation=12,
@@ -35,6 +37,7 @@ TURN = TurnInfo(
     took_ms=55254.0,
     match="append",
     reason=None,
+    saved_share=0.7712,
 )
 
 
@@ -52,7 +55,9 @@ def test_usage_keeps_days_and_figures_whole(narrow):
     text = narrow.export_text()
 
     assert "…" not in text
-    assert all(whole in text for whole in ("2026-11-27", "2026-11-28", "83351234", "123456789", "6812.4", "computed"))
+    assert all(
+        whole in text for whole in ("2026-11-27", "2026-11-28", "83351234", "123456789", "6812.4", "computed", "60 %")
+    )
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -61,7 +66,7 @@ def test_turns_are_told_in_seconds(narrow):
     text = narrow.export_text()
 
     assert "…" not in text
-    assert all(whole in text for whole in ("first s", "16.40", "55.25", "16396", "55254", "append"))
+    assert all(whole in text for whole in ("first s", "16.40", "55.25", "16396", "55254", "77 %", "append"))
 
 
 def test_columns_stay_where_there_is_room(monkeypatch):
@@ -75,7 +80,19 @@ def test_columns_stay_where_there_is_room(monkeypatch):
 ROWS = {
     "contexts": (
         output.CONTEXT_HEADS,
-        [(f"ctx_{'0' * 32}", "meta-llama/Llama-3.1-8B-Instruct", 12, 123456, 12, "ready", "59 min", f"ctx_{'1' * 32}")],
+        [
+            (
+                f"ctx_{'0' * 32}",
+                "meta-llama/Llama-3.1-8B-Instruct",
+                12,
+                123456,
+                "90 %",
+                12,
+                "ready",
+                "59 min",
+                f"ctx_{'1' * 32}",
+            )
+        ],
     ),
     "usage": (output.USAGE_HEADS, list(output.usage_rows(USAGE))),
     "turns": (output.TURN_HEADS, list(output.turn_rows([TURN]))),
@@ -97,7 +114,7 @@ def test_a_table_of_any_width_has_whole_columns_and_names_each_row(name, columns
     assert [line.split()[0] for line in lines] == [str(row[0]) for row in rows]
     assert max(map(len, (head, *lines))) <= columns
     for part in (one.strip() for line in (head, *lines) for one in line.split("  ") if one.strip()):
-        assert part in cells or (part[:5], part[-1]) == ("meta-", "…"), part
+        assert part in cells or (part[:4], part[-1]) == ("meta", "…"), part
 
 
 def test_storage_over_time_has_no_false_zero():

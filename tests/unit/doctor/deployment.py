@@ -31,7 +31,7 @@ def usage(computed, cached, context, *, counted=None):
         "context": {
             "computed_tokens": computed,
             "cached_tokens": cached,
-            "saved_tokens": min(cached, context),
+            "saved_tokens": cached,
             "context_tokens": context,
             "source": "host" if cached else "none",
         },

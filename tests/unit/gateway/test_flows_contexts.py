@@ -12,10 +12,19 @@ from contextcache.errors import (
     StoreUnavailable,
     TooManyInFlight,
 )
-from contextcache.model import NewSession, Segment, SegmentKind, SessionPage, TurnCommit, TurnReceipt
+from contextcache.model import (
+    NewSession,
+    Segment,
+    SegmentKind,
+    SessionPage,
+    TurnCommit,
+    TurnReceipt,
+    Usage,
+    UsageReport,
+)
 from contextcache.terms import Terms
 from gateway import conversations
-from gateway.http.answers import context_list, context_read
+from gateway.http.answers import context_list, context_read, usage_of_tenant
 from gateway.tenants.keys import SingleTenant
 from tests.kit.gateway_parts import PREVIOUS_REF, REF, GatewayParts, manifest_of
 from tests.kit.session_store import in_valkey
@@ -43,6 +52,10 @@ async def test_a_context_is_described_with_its_kv(parts):
         "metadata": {},
         "forked_from": None,
         "parent": None,
+        "computed_tokens": 0,
+        "cached_tokens": 0,
+        "saved_share": None,
+        "saved_seconds": 0.0,
         "bytes": 4096,
         "tiers": ["disk"],
         "holder": {"endpoint": "pod-a", "state": "sealed"},
@@ -74,6 +87,7 @@ async def test_a_context_that_is_read_tells_what_its_last_turns_took(parts):
         "restore_ms": 12,
         "first_token_ms": 40,
         "took_ms": 77,
+        "saved_share": 0.9574,
     }
 
 
@@ -142,6 +156,47 @@ async def test_a_list_has_the_tenants_own_contexts_newest_first_in_pages(parts):
     assert (first["object"], first["has_more"], first["last_id"]) == ("list", True, "ctx_1")
     assert [found["session_id"] for found in second["data"]] == ["ctx_0"]
     assert second["has_more"] is False
+
+
+async def test_a_list_tells_what_each_context_saved(parts):
+    await parts.directory.add("ctx_1")
+    await parts.directory.begin_turn("demo", "ctx_1", lease_id="turn", lease_ttl_ms=1000)
+    used = Usage("app", {"computed_tokens": 100, "cached_tokens": 900, "saved_ms": 1250}, "stub-model")
+    await parts.directory.commit_turn(TurnCommit("demo", "ctx_1", "turn", 1, 1, (), REF, "pod-a", usage=used))
+    (found,) = context_list(await parts.gateway.contexts.page("demo", limit=2))["data"]
+
+    assert {name: found[name] for name in ("computed_tokens", "cached_tokens", "saved_share", "saved_seconds")} == {
+        "computed_tokens": 100,
+        "cached_tokens": 900,
+        "saved_share": 0.9,
+        "saved_seconds": 1.25,
+    }
+
+
+def test_usage_is_told_by_key_by_model_by_day_and_in_all():
+    """Seen failing: grouped without sorting by model, one model had two entries."""
+    first = [
+        Usage("app", {"turns": 1, "computed_tokens": 30, "cached_tokens": 10, "saved_ms": 100}, "large"),
+        Usage("app", {"turns": 2, "computed_tokens": 10, "cached_tokens": 90}, "small"),
+        Usage("batch", {"turns": 3, "computed_tokens": 20}, "large"),
+        Usage("", {"disk_kib_s": 3600}),
+    ]
+    answer = usage_of_tenant("demo", UsageReport({1: first, 2: first[1:2]}, 4, 2), operator=False)
+    day, later = answer["days"]
+
+    assert [(one["key"], one["turns"], one["saved_share"]) for one in day["keys"]] == [
+        ("", 0, None),
+        ("app", 3, 0.7143),
+        ("batch", 3, 0.0),
+    ]
+    assert [(one["model"], one["turns"], one["saved_share"]) for one in day["models"]] == [
+        ("large", 4, 0.1667),
+        ("small", 2, 0.9),
+    ]
+    assert (day["total"]["saved_share"], day["total"]["byte_hours"]["disk"]) == (0.625, 1024)
+    assert (later["total"]["cached_tokens"], answer["total"]["cached_tokens"]) == (90, 190)
+    assert [(one["model"], one["cached_tokens"]) for one in answer["models"]] == [("large", 10), ("small", 180)]
+    assert answer["total"]["saved_seconds"] == 0.1
 
 
 async def test_a_list_can_be_of_one_model(parts):

@@ -80,7 +80,7 @@ class Middleware:
         context = {
             "computed_tokens": total - cached,
             "cached_tokens": cached,
-            "saved_tokens": min(cached, shared),
+            "saved_tokens": cached,
             "context_tokens": shared,
             "source": "device" if cached else "none",
             "committed": committed,

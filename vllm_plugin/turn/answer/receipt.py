@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from contextcache.identity import COMPUTED_SOON, SOON_MS
-from contextcache.model import NO_PROMISE, LoadedKV, UsageFormat
+from contextcache.model import NO_PROMISE, LoadedKV, UsageFormat, saved_share
 
 if TYPE_CHECKING:
     from vllm_plugin.turn.turn import Turn
@@ -40,11 +40,6 @@ class TurnUsage:
     def computed_tokens(self) -> int:
         """Prompt tokens that were computed; at least 1."""
         return self.prompt_tokens - self.cached_tokens
-
-    @property
-    def saved_tokens(self) -> int:
-        """Tokens of the context that were not computed; without the new text that the engine had cached already."""
-        return min(self.cached_tokens, self.context_tokens)
 
     @property
     def restore_ms(self) -> float | None:
@@ -108,7 +103,8 @@ def usage_object(turn: Turn, usage: TurnUsage, outcome: CommitOutcome) -> dict[s
     context: dict[str, Any] = {
         "computed_tokens": usage.computed_tokens,
         "cached_tokens": usage.cached_tokens,
-        "saved_tokens": usage.saved_tokens,
+        "saved_tokens": usage.cached_tokens,
+        "saved_share": saved_share(usage.computed_tokens, usage.cached_tokens),
         "context_tokens": usage.context_tokens,
         "source": usage.source,
         "restore_ms": None if usage.restore_ms is None else round(usage.restore_ms, 1),

@@ -40,10 +40,11 @@ def test_a_full_hit_still_computes_one_token():
 
 @pytest.mark.parametrize("usage_format", UsageFormat)
 def test_both_formats_tell_computed_cached_and_saved_tokens(usage_format):
-    """`saved_tokens` leaves out what the engine had cached of the new text for another request."""
+    """Cached tokens are saved, also those of new text that the engine had cached for another request."""
     context = told(usage(10, 6, 8), usage_format=usage_format)["context"]
 
-    assert (context["computed_tokens"], context["cached_tokens"], context["saved_tokens"]) == (2, 8, 6)
+    assert (context["computed_tokens"], context["cached_tokens"], context["saved_tokens"]) == (2, 8, 8)
+    assert context["saved_share"] == 0.8
 
 
 def test_the_openai_format_counts_the_whole_prompt():
