@@ -11,6 +11,9 @@ from contextcache.errors import ContextCacheError
 from contextcache.model import Usage
 from contextcache.process.metrics import ProcessMetrics
 
+_MODELS_MAX = 64
+"""Maximum number of models with a label of their own. Adapters are models too, so a pod can serve thousands."""
+
 
 class ManagerMetrics:
     """Counters and histograms, registered in the registry that is passed in."""
@@ -22,9 +25,10 @@ class ManagerMetrics:
         self._usage = counter(
             "usage_total",
             "Usage of all tenants, by quantity (docs/guides/accounting.md). A commit that was repeated because its "
-            "answer was lost counts twice here; GET /v1/usage counts it once",
-            ("quantity",),
+            "answer was lost counts twice here; GET /v1/usage counts it once. `other`: a model after the 64th",
+            ("quantity", "model"),
         )
+        self._models = set[str]()
         self.sessions_reserved = counter("sessions_reserved_total", "Sessions reserved")
         self.turns_committed = counter("turns_committed_total", "Committed turns, creates included")
         self.turns_aborted = counter("turns_aborted_total", "Turns aborted")
@@ -78,8 +82,12 @@ class ManagerMetrics:
 
     def count_usage(self, usage: Iterable[Usage]) -> None:
         """Count usage."""
-        for quantity, number in (pair for one in usage for pair in one.counts.items()):
-            self._usage.labels(quantity).inc(number)
+        for one in usage:
+            if len(self._models) < _MODELS_MAX:
+                self._models.add(one.model)
+            model = one.model if one.model in self._models else "other"
+            for quantity, number in one.counts.items():
+                self._usage.labels(quantity, model).inc(number)
 
     @contextmanager
     def store_call(self, operation: str) -> Iterator[None]:

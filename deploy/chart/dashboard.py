@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 _WIDTH = 24
-_HEIGHT = 8
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _N = 'namespace=~"$namespace"'
 
@@ -38,6 +37,11 @@ class Panel:
     """In 24ths."""
     stacked: bool = False
 
+    @property
+    def height(self) -> int:
+        """Height of the panel: a number needs less than a graph."""
+        return 4 if self.kind == "stat" else 8
+
 
 def rate(metric: str, *, by: str = "", where: str = "") -> str:
     """Return the sum of a counter's rates, by labels."""
@@ -59,16 +63,64 @@ def gauge(metric: str, *, by: str = "", how: str = "sum", where: str = "") -> st
     return f"{how}{grouped} ({metric}{{{matchers}}})"
 
 
-_TIMED_SECONDS = "contextcache_turn_first_token_seconds_sum"
-_TIMED_TOKENS = "contextcache_turn_timed_prompt_tokens_total"
-_COLD = 'source=~"none|recompute"'
-_WARM = 'source!~"none|recompute"'
-_SECONDS_PER_TOKEN = f"({rate(_TIMED_SECONDS, where=_COLD)} / {rate(_TIMED_TOKENS, where=_COLD)})"
-"""What turns that reused nothing took for each token of their prompt, up to the first token of the answer."""
-_SECONDS_SAVED = f"{rate(_TIMED_TOKENS, where=_WARM)} * {_SECONDS_PER_TOKEN} - {rate(_TIMED_SECONDS, where=_WARM)}"
-"""What the other turns would have taken, less what they took."""
+def growth(metric: str, *, where: str) -> str:
+    """Return the sum of a counter's growth over the shown time."""
+    return f"sum (increase({metric}{{{_N},{where}}}[$__range]))"
+
+
+_USED = "contextcache_manager_usage_total"
+_CACHED, _PROMPT = 'quantity="cached_tokens"', 'quantity=~"cached_tokens|computed_tokens"'
+_SAVED_MS = 'quantity="saved_ms"'
+_CONTINUED = 'kind="continue"'
+_FOUND = f'{_CONTINUED},verdict=~"hit|partial"'
+_TURNS = "contextcache_turn_turns_total"
+_SHARE_TEXT = "Prompt tokens that were not computed, the engine's own prefix hits included, of all prompt tokens."
 
 ROWS: dict[str, tuple[Panel, ...]] = {
+    "Saved": (
+        Panel(
+            "Saved share",
+            (Query(f"{growth(_USED, where=_CACHED)} / {growth(_USED, where=_PROMPT)}", "saved"),),
+            unit="percentunit",
+            description=_SHARE_TEXT,
+            kind="stat",
+            width=6,
+        ),
+        Panel("Prompt tokens not computed", (Query(growth(_USED, where=_CACHED), "tokens"),), kind="stat", width=6),
+        Panel(
+            "Seconds saved (estimate)",
+            (Query(f"{growth(_USED, where=_SAVED_MS)} / 1000", "saved"),),
+            unit="s",
+            description="Time to compute the cached tokens at the engine's measured rate, less the time to load them.",
+            kind="stat",
+            width=6,
+        ),
+        Panel(
+            "Turns that found their KV",
+            (Query(f"{growth(_TURNS, where=_FOUND)} / {growth(_TURNS, where=_CONTINUED)}", "hit ratio"),),
+            unit="percentunit",
+            kind="stat",
+            width=6,
+        ),
+        Panel(
+            "Saved share by model",
+            (
+                Query(
+                    f"{rate(_USED, by='model', where=_CACHED)} / {rate(_USED, by='model', where=_PROMPT)}", "{{model}}"
+                ),
+            ),
+            unit="percentunit",
+            description=_SHARE_TEXT,
+            width=12,
+        ),
+        Panel(
+            "Seconds saved in each second, by model (estimate)",
+            (Query(f"{rate(_USED, by='model', where=_SAVED_MS)} / 1000", "{{model}}"),),
+            unit="s",
+            width=12,
+            stacked=True,
+        ),
+    ),
     "Sessions": (
         Panel(
             "Live sessions",
@@ -98,19 +150,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Hits by source": (
         Panel(
             "Turns that found their KV",
-            (
-                Query(
-                    rate("contextcache_turn_turns_total", where='kind="continue",verdict=~"hit|partial"')
-                    + " / "
-                    + rate("contextcache_turn_turns_total", where='kind="continue"'),
-                    "hit ratio",
-                ),
-            ),
+            (Query(f"{rate(_TURNS, where=_FOUND)} / {rate(_TURNS, where=_CONTINUED)}", "hit ratio"),),
             unit="percentunit",
         ),
         Panel(
             "Turns by source",
-            (Query(rate("contextcache_turn_turns_total", by="source", where='kind="continue"'), "{{source}}"),),
+            (Query(rate(_TURNS, by="source", where=_CONTINUED), "{{source}}"),),
             unit="ops",
             description="Source of most cached tokens. device: the engine's own prefix cache.",
             stacked=True,
@@ -151,23 +196,19 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             width=12,
         ),
     ),
-    "TTFT saved": (
+    "Time to the first token": (
         Panel(
             "Time to the first token, median, by source",
             (Query(quantile(0.5, "contextcache_turn_first_token_seconds", by="source"), "{{source}}"),),
             unit="s",
             description="Streamed turns. none and recompute reused no tokens.",
-        ),
-        Panel(
-            "Seconds saved in each second (estimate)",
-            (Query(_SECONDS_SAVED, "saved"),),
-            unit="s",
-            description="Estimate for streamed turns: reused tokens at the pace without reuse, less the real time.",
+            width=12,
         ),
         Panel(
             "Restores, 95th percentile, by tier",
             (Query(quantile(0.95, "contextcache_turn_restore_seconds", by="source"), "{{source}}"),),
             unit="s",
+            width=12,
         ),
     ),
     "Bytes by tier and tenant": (
@@ -334,13 +375,13 @@ def _dashboard() -> dict[str, Any]:
     for row, shown in ROWS.items():
         panels.append(_row(row, len(panels) + 1, top))
         top += 1
-        left = 0
+        left = height = 0
         for panel in shown:
             if left + panel.width > _WIDTH:
-                top, left = top + _HEIGHT, 0
+                top, left = top + height, 0
             panels.append(_panel(panel, len(panels) + 1, left, top))
-            left += panel.width
-        top += _HEIGHT
+            left, height = left + panel.width, panel.height
+        top += height
     return {
         "uid": "context-cache",
         "title": "context-cache",
@@ -368,11 +409,17 @@ def _panel(panel: Panel, number: int, left: int, top: int) -> dict[str, Any]:
         "title": panel.title,
         "description": panel.description,
         "datasource": _SOURCE,
-        "gridPos": {"h": _HEIGHT, "w": panel.width, "x": left, "y": top},
+        "gridPos": {"h": panel.height, "w": panel.width, "x": left, "y": top},
         "fieldConfig": {"defaults": {"unit": panel.unit, "custom": custom}, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
         "targets": [
-            {"refId": chr(ord("A") + index), "datasource": _SOURCE, "expr": query.expr, "legendFormat": query.legend}
+            {
+                "refId": chr(ord("A") + index),
+                "datasource": _SOURCE,
+                "expr": query.expr,
+                "legendFormat": query.legend,
+                "instant": panel.kind == "stat",
+            }
             for index, query in enumerate(panel.queries)
         ],
     }

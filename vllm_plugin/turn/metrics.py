@@ -68,12 +68,6 @@ class TurnMetrics:
             "kind",
             "source",
         )
-        self.timed_tokens = counter(
-            "timed_prompt_tokens",
-            "Prompt tokens of the turns in first_token_seconds, cached or computed",
-            "how",
-            "source",
-        )
         self.restore_seconds = histogram(
             "restore_seconds",
             "Seconds from the engine's first look-up of a context's KV until its load ended, by tier",
@@ -128,5 +122,3 @@ class TurnMetrics:
             self.first_token_seconds.labels(kind=kind, source=source).observe(first_token_s)
         for how, tokens in (("cached", usage.cached_tokens), ("computed", usage.computed_tokens)):
             self.tokens.labels(how=how).inc(tokens)
-            if first_token_s is not None:
-                self.timed_tokens.labels(how=how, source=source).inc(tokens)

@@ -21,7 +21,16 @@ from contextcache.errors import (
     LeaseLost,
     TtlOutOfRange,
 )
-from contextcache.model import HeldCacheRef, NewSession, Segment, SegmentKind, SessionPage, SessionState, TurnCommit
+from contextcache.model import (
+    HeldCacheRef,
+    NewSession,
+    Segment,
+    SegmentKind,
+    SessionPage,
+    SessionState,
+    TurnCommit,
+    Usage,
+)
 from contextcache.names import NUM_SHARDS, new_cache_ref
 from contextcache.terms import Terms
 from tests.kit.session_store import BlockingConnection
@@ -273,3 +282,16 @@ async def test_a_question_for_kv_that_nobody_can_have_is_refused(
     with pytest.raises(InvalidRequest):
         await manager.check_cache_refs(held)
     assert await manager.check_cache_refs(held[:0]) == ()
+
+
+def test_usage_names_a_bounded_number_of_models():
+    """Adapters are models, and a pod may serve thousands. Seen failing without the bound."""
+    registry = CollectorRegistry()
+    metrics = ManagerMetrics(registry)
+    for number in range(100):
+        metrics.count_usage([Usage("app", {"cached_tokens": 2}, f"adapter-{number}")])
+    (usage,) = (metric for metric in registry.collect() if metric.name == "contextcache_manager_usage")
+    by_model = {one.labels["model"]: one.value for one in usage.samples if one.name.endswith("_total")}
+
+    assert len(by_model) == 65
+    assert (by_model["adapter-63"], by_model["other"]) == (2, 72)

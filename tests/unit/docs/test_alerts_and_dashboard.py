@@ -123,9 +123,27 @@ def test_the_dashboard_is_the_one_that_is_generated():
 
 
 def test_the_dashboard_has_the_rows_an_operator_asks_for():
-    wanted = {"Sessions", "Hits by source", "TTFT saved", "Bytes by tier and tenant", "Errors", "Redis", "Sidecar I/O"}
+    wanted = {
+        "Saved",
+        "Sessions",
+        "Hits by source",
+        "Time to the first token",
+        "Bytes by tier and tenant",
+        "Errors",
+        "Redis",
+        "Sidecar I/O",
+    }
 
     assert wanted <= ROWS.keys()
+
+
+def test_the_first_row_tells_share_tokens_and_seconds_saved_as_numbers():
+    stats = [panel for panel in panels() if panel["type"] == "stat"]
+    asked = " ".join(panel["targets"][0]["expr"] for panel in stats)
+
+    assert [panel["gridPos"]["y"] for panel in stats] == [1] * 4
+    assert all(panel["targets"][0]["instant"] for panel in stats)
+    assert all(f'quantity="{quantity}"' in asked for quantity in ("cached_tokens", "saved_ms"))
 
 
 def test_panels_neither_overlap_nor_leave_the_page():
