@@ -39,6 +39,9 @@ proto-check: proto ## check that the committed gRPC stubs match the protos
 .build/proto/.installed: deploy/local/proto_tools.py
 	@PYTHONPATH=. $(PYTHON) -m deploy.local.proto_tools
 
+client-ts: install ## generate the types of the TypeScript client, compile and pack it in .build/client-ts
+	@PYTHONPATH=. $(PY) -m deploy.client_ts
+
 fmt: install ## format all sources
 	@$(PY) -m ruff check --fix-only --quiet . ; $(PY) -m ruff format . && .venv/bin/buf format -w
 

@@ -1,7 +1,7 @@
 """`make lines`: count the lines of each package by kind; `BASE=<commit>` prints the change since that commit.
 
-Code is every line that is not blank, not a comment of its own and not in a docstring. Generated stubs do not count.
-Lines of Lua scripts, YAML templates, API documents and console scripts stand in a table of their own.
+Code is every line that is not blank, not a comment of its own and not in a docstring. Generated files do not count.
+Lines of Lua scripts, YAML templates, API documents, console scripts and TypeScript stand in a table of their own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PROOF = ("benchmarks", "examples", "tests")
-DATA = (".j2", ".js", ".lua", ".yaml", ".yml")
+DATA = (".j2", ".js", ".lua", ".ts", ".yaml", ".yml")
 """Kinds of files inside product packages that hold rules beside Python."""
-_GENERATED = ("_pb2.py", "_pb2_grpc.py")
+_GENERATED = ("_pb2.py", "_pb2_grpc.py", "typescript/src/api.ts")
 
 
 class Lines(NamedTuple):
@@ -71,7 +71,8 @@ def data(files: Iterable[tuple[str, str]]) -> dict[str, int]:
     sums = Counter[str]()
     for name, text in files:
         package, suffix = name.split("/")[0], Path(name).suffix
-        if suffix in DATA and (ROOT / package / "__init__.py").exists() and package not in PROOF:
+        is_product = (ROOT / package / "__init__.py").exists() and package not in PROOF
+        if suffix in DATA and is_product and not name.endswith(_GENERATED):
             sums[f"{package} {suffix}"] += sum(bool(line.strip()) for line in text.splitlines())
     return dict(sorted(sums.items()))
 

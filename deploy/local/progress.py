@@ -100,14 +100,16 @@ def log_excerpt(path: Path) -> str:
     return f"last lines of {path}:\n{lines or '    (the log is empty)'}"
 
 
-def run_logged(command: Sequence[str], *, what: str, log: Path, env: dict[str, str] | None = None) -> None:
+def run_logged(
+    command: Sequence[str], *, what: str, log: Path, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> None:
     """Run a command with its output in `log`, saying every ten seconds how far it is.
 
     The command dies with this process's Ctrl-C. Raises StepFailed with the end of the log.
     """
     begin_run(log)
     with Step(what) as step, log.open("ab") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, cwd=cwd)
         try:
             while process.poll() is None:
                 time.sleep(_POLL_S)

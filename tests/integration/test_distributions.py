@@ -72,7 +72,7 @@ def test_the_wheels_hold_what_is_no_python(wheels):
     assert expected | console <= set(server)
     assert "contextcache/py.typed" in client
     assert {f"{name}/py.typed" for name in SERVER_PACKAGES} <= set(server)
-    assert not [name for name in client + server if name.endswith(".pyc")]
+    assert not [name for name in client + server if name.endswith((".pyc", ".ts"))]
 
 
 def test_the_client_s_wheel_holds_its_generated_sources(wheels):

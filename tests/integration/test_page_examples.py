@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy import client_ts
+from deploy.local.npm import PROGRAMS, RegistryUnreachable
 from tests.kit.clients import PydanticAI, Vercel
 from tests.kit.fake_vllm import FakeVllm, decode
 from tests.kit.gateway_parts import KEY
@@ -27,7 +29,7 @@ CACHED = 7
 """Less than any prompt here has."""
 QUESTIONS = ["Name a river in France.", "And one in Spain?", "And one in Italy?"]
 EXAMPLE_S = 90
-_BLOCK = re.compile(r"^```(python|javascript|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```(python|javascript|typescript|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LOCAL_STACK = {"smollm2-135m-instruct": MODEL, "test-key-1234567890": KEY}
 
 
@@ -104,6 +106,18 @@ async def test_our_own_clients_example_keeps_one_conversation(url, engine):
     text = await printed([sys.executable, "-c"], examples("python", "python")[0], url)
 
     saw_one_conversation(engine, "\n".join([text, f"{CACHED} of"]), QUESTIONS)
+
+
+@pytest.mark.timeout(120)
+async def test_the_typescript_example_keeps_one_conversation(url, engine):
+    try:
+        package = await asyncio.to_thread(client_ts.built)
+    except RegistryUnreachable:
+        pytest.skip("npm's registry is not reachable")
+    command = [PROGRAMS / "node", "--input-type=module-typescript", "--eval"]
+    text = await printed(command, examples("typescript", "typescript")[0], url, cwd=package)
+
+    saw_one_conversation(engine, text, QUESTIONS)
 
 
 @pytest.mark.timeout(120)

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from deploy.local import npm
 from deploy.local.environments import made
 from tests.kit.stack import MODEL
 
@@ -352,12 +352,10 @@ class Vercel(Child):
     """Vercel's AI SDK in Node over `@ai-sdk/openai-compatible`, as `vercel/package-lock.json` has it."""
 
     def command(self) -> list[Path]:
-        programs, installed = Path(sys.executable).parent, Path(".build/vercel").absolute()
-        shutil.copytree(Path(__file__).parent / "vercel", installed, dirs_exist_ok=True)
-        if not (installed / "node_modules" / "ai").exists():
-            npm_ci = [programs / "npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-            subprocess.run(npm_ci, cwd=installed, check=True, timeout=300)
-        return [programs / "node", installed / "chat.mjs"]
+        source, folder = Path(__file__).parent / "vercel", Path(".build/vercel").absolute()
+        npm.installed(source, folder)
+        shutil.copy(source / "chat.mjs", folder)
+        return [npm.PROGRAMS / "node", folder / "chat.mjs"]
 
 
 class LlamaIndex(Child):

@@ -18,7 +18,7 @@ from contextcache.cli.app import app
 from contextcache.cli.serve import PARTS
 from tests.kit.pages import ROOT, blocks, commands, programs
 
-CHECKED = {"sh", "bash", "python", "javascript", "json", "yaml"}
+CHECKED = {"sh", "bash", "python", "javascript", "typescript", "json", "yaml"}
 DRAWN = {"", "mermaid", "text"}
 """Drawings, diagrams that are generated from code, formulas, and output of programs."""
 PROGRAMS = {
@@ -63,7 +63,7 @@ def test_every_program_of_a_page_has_a_test_that_runs_it():
     """Seen to fail with a block of Python on the page of streams."""
     sdks = {f"docs/sdks/{page.name}" for page in (ROOT / "docs/sdks").glob("*.md")}
 
-    assert {block.page for block in blocks("python", "javascript")} <= sdks | RUN_ELSEWHERE
+    assert {block.page for block in blocks("python", "javascript", "typescript")} <= sdks | RUN_ELSEWHERE
 
 
 def test_json_blocks_are_json():
