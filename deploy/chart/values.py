@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,8 @@ from deploy.chart.process_settings import PROCESSES, connector_schema, settings_
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 TYPES = Path(__file__).with_name("types.yaml")
 _MARK = " # @schema "
-_MAPS = ("settings.", "securityContext")
-"""Types of maps that templates look into."""
-_OF_PODS_MIN = 4
-"""Sections that have the same key with the same meaning: then it is one that all pods have."""
+_MAPS = frozenset({"securityContext", "pod"})
+"""Types of maps that templates look into, besides those of settings."""
 _BY_DEFAULT = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
@@ -106,21 +103,12 @@ def maps_text(keys: Sequence[Key]) -> str:
 
 
 def tables(keys: Sequence[Key]) -> str:
-    """Return the README's tables: one for what stands alone, one for what all pods have, one for each section."""
-    sections = [key for key in keys if key.keys is not None]
-    seen = Counter(_row(key) for section in sections for key in section.keys or () if key.keys is None)
-    of_pods = {row for row, times in seen.items() if times >= _OF_PODS_MIN}
-    with_pods = [section for section in sections if len(of_pods & set(map(_row, section.keys or ()))) > 1]
+    """Return the README's tables: one for what stands alone, one for each section."""
     parts = ["### The release", "", *_table(key for key in keys if key.keys is None)]
-    names = ", ".join(f"`{section.name}`" for section in with_pods)
-    parts += ["", "### Pods", "", f"Every component with pods has these keys too: {names}.", ""]
-    all_have = {_row(key): key for section in with_pods for key in section.keys or () if _row(key) in of_pods}
-    parts += _table(iter(all_have.values()), cut=True)
-    for section in sections:
-        shared = of_pods if section in with_pods else set()
-        own = [key for key in section.keys or () if _row(key) not in shared]
-        meaning = section.meaning[:1].upper() + section.meaning[1:].rstrip(".")
-        parts += ["", f"### {section.name}", "", f"{meaning}.", "", *_table(_values(own))]
+    for section in keys:
+        if section.keys is not None:
+            meaning = section.meaning[:1].upper() + section.meaning[1:].rstrip(".")
+            parts += ["", f"### {section.name}", "", f"{meaning}.", "", *_table(_values(section.keys))]
     return "\n".join(parts) + "\n"
 
 
@@ -162,7 +150,7 @@ def _maps(keys: Sequence[Key]) -> Iterator[str]:
         if key.keys is not None:
             yield key.path
             yield from _maps(key.keys)
-        elif isinstance(key.type, str) and key.type.startswith(_MAPS):
+        elif isinstance(key.type, str) and (key.type in _MAPS or key.type.startswith("settings.")):
             yield key.path
 
 
@@ -171,11 +159,7 @@ def _values(keys: Sequence[Key]) -> Iterator[Key]:
         yield from [key] if key.keys is None else _values(key.keys)
 
 
-def _row(key: Key) -> tuple[str, str, str]:
-    return key.name, key.meaning, repr(key.default)
-
-
-def _table(keys: Iterator[Key], *, cut: bool = False) -> Iterator[str]:
+def _table(keys: Iterable[Key]) -> Iterator[str]:
     yield "| key | default | meaning |"
     yield "| --- | --- | --- |"
     for key in keys:
@@ -184,7 +168,7 @@ def _table(keys: Iterator[Key], *, cut: bool = False) -> Iterator[str]:
         if isinstance(key.type, str) and key.type.startswith("settings."):
             anchor = _HEADINGS[key.type.removeprefix("settings.")]
             meaning += f": [all of them](../../docs/reference/settings.md#{anchor})"
-        yield f"| `{key.name if cut else key.path}` | `{default}` | {meaning} |"
+        yield f"| `{key.path}` | `{default}` | {meaning} |"
 
 
 _HEADINGS = {

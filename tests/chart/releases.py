@@ -27,9 +27,9 @@ GATEWAY_REF: Values = {"parentRefs": [{"name": "public", "namespace": "ingress",
 ENVOY_GATEWAY: Values = {"envoy": {"mode": "envoyGateway", **GATEWAY_REF, "hostnames": ["llm.example.org"]}}
 INFERENCE_POOL: Values = {"envoy": {"mode": "inferencePool", **GATEWAY_REF, "hostnames": ["llm.example.org"]}}
 NO_ENVOY: Values = {"envoy": {"mode": "none"}}
-POD: Values = {
-    "podAnnotations": {"example.org/team": "llm"},
-    "podLabels": {"example.org/tier": "front"},
+OF_POD: Values = {
+    "annotations": {"example.org/team": "llm"},
+    "labels": {"example.org/tier": "front"},
     "nodeSelector": {"kubernetes.io/arch": "amd64"},
     "tolerations": [{"key": "dedicated", "operator": "Equal", "value": "llm", "effect": "NoSchedule"}],
     "affinity": {
@@ -41,11 +41,16 @@ POD: Values = {
     },
     "priorityClassName": "llm-serving",
     "extraEnv": [{"name": "TZ", "value": "UTC"}],
+}
+POD: Values = {
+    "pod": OF_POD,
     "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
 }
 GPU_POD: Values = {
-    "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"},
-    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "pod": {
+        "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"},
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    }
 }
 RESTRICTED: Values = {
     "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
@@ -139,7 +144,7 @@ _VALUES: dict[str, Values] = {
         ENGINE, {"image": {"digest": DIGEST}}, {part: {"image": {"digest": DIGEST}} for part in ("engine", "envoy")}
     ),
     "an image tag": {"image": {"tag": "0.1.0-rc.1"}},
-    "pull secrets": merged(ENGINE, {"image": {"pullSecrets": ["regcred"]}}),
+    "pull secrets": merged(ENGINE, {"podDefaults": {"imagePullSecrets": [{"name": "regcred"}]}}),
     "existing secrets": {
         "auth": {"existingSecret": "keys", "secretKey": "keys.json"},
         "signing": {"existingSecret": "sign", "secretKey": "hmac"},
@@ -147,22 +152,35 @@ _VALUES: dict[str, Values] = {
     "a named tenant": {"auth": {"tenant": "search-team"}},
     "no rbac": {"rbac": {"create": False}, "serviceAccount": {"create": False}},
     "annotated service accounts": {"serviceAccount": {"annotations": {"example.org/role": "reader"}}},
-    "openshift-like security context": merged(ENGINE, INJECTOR, {"podSecurityContext": {"fsGroup": 1000700000}}),
+    "openshift-like security context": merged(
+        ENGINE, INJECTOR, {"podDefaults": {"securityContext": {"fsGroup": 1000700000}}}
+    ),
     "gateway pods": {"gateway": POD},
     "context-manager pods": {"contextManager": POD},
     "envoy pods": {"envoy": POD},
     "engine pods": merged(ENGINE, {"engine": {**POD, "resources": {"limits": {"memory": "64Gi"}}}}),
     "injector pods": merged(INJECTOR, {"injector": POD}),
-    "no spread": {
-        "gateway": {"topologySpread": False},
-        "contextManager": {"topologySpread": False},
-        "envoy": {"topologySpread": False},
-    },
-    "no disruption budgets": merged(
+    "all pods": merged(ENGINE, INJECTOR, {"podDefaults": OF_POD}),
+    "pods that differ": merged(
         ENGINE,
         INJECTOR,
-        {part: {"pdb": {"enabled": False}} for part in ("gateway", "contextManager", "envoy", "engine", "injector")},
+        {
+            "podDefaults": OF_POD,
+            "gateway": {
+                "pod": {
+                    "labels": {"example.org/tier": "other"},
+                    "nodeSelector": {"pool": "gateways"},
+                    "tolerations": [],
+                    "priorityClassName": "",
+                    "topologySpreadConstraints": [],
+                    "extraEnv": [],
+                    "pdb": {"enabled": False},
+                }
+            },
+        },
     ),
+    "no spread": {"podDefaults": {"topologySpreadConstraints": []}},
+    "no disruption budgets": merged(ENGINE, INJECTOR, {"podDefaults": {"pdb": {"enabled": False}}}),
     "single replicas": {"gateway": {"replicas": 1}, "contextManager": {"replicas": 1}, "envoy": {"replicas": 1}},
     "gateway settings": {
         "gateway": {
@@ -352,8 +370,9 @@ _VALUES: dict[str, Values] = {
             "tests": {"enabled": False},
             "rbac": {"create": False},
             "serviceAccount": {"create": False},
-            "contextManager": {"replicas": 1, "pdb": {"enabled": False}, "topologySpread": False},
-            "gateway": {"replicas": 1, "pdb": {"enabled": False}, "topologySpread": False},
+            "contextManager": {"replicas": 1},
+            "gateway": {"replicas": 1},
+            "podDefaults": {"topologySpreadConstraints": [], "pdb": {"enabled": False}},
         },
     ),
 }

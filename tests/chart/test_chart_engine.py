@@ -178,7 +178,7 @@ def test_what_the_sidecar_takes_at_its_start_is_requested():
 
 def test_the_containers_of_the_engine_s_pod_run_as_one_user():
     """Two of them open the third one's sockets."""
-    pod = engine_pod({"engine": {"podSecurityContext": {"runAsUser": 1001}}})
+    pod = engine_pod({"engine": {"pod": {"securityContext": {"runAsUser": 1001}}}})
 
     assert pod.spec["securityContext"]["runAsUser"] == 1001
     assert {made.get("securityContext", {}).get("runAsUser") for made in pod.running} == {None}
@@ -186,7 +186,7 @@ def test_the_containers_of_the_engine_s_pod_run_as_one_user():
 
 def test_a_name_in_extra_env_replaces_what_the_chart_would_say():
     own = {"name": "VLLM_CPU_KVCACHE_SPACE", "value": "9"}
-    values = {"engine": {"gpu": {"count": 0}, "blockSize": 32, "extraEnv": [own]}}
+    values = {"engine": {"gpu": {"count": 0}, "blockSize": 32, "pod": {"extraEnv": [own]}}}
     names = [item["name"] for item in container(engine_pod(values), "vllm")["env"]]
 
     assert names.count("VLLM_CPU_KVCACHE_SPACE") == 1
@@ -195,7 +195,7 @@ def test_a_name_in_extra_env_replaces_what_the_chart_would_say():
 
 def test_a_token_in_extra_env_takes_the_place_of_the_secret_s():
     own = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "own", "key": "hub"}}}
-    values = {"engine": {"hfTokenSecret": {"name": "hub"}, "extraEnv": [own]}}
+    values = {"engine": {"hfTokenSecret": {"name": "hub"}, "pod": {"extraEnv": [own]}}}
     given = [item for item in container(engine_pod(values), "vllm")["env"] if item["name"] == "HF_TOKEN"]
 
     assert given == [own]

@@ -74,12 +74,14 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         ("engine.turn.lmcacheUrl", "injector.enabled"),
     ),
     "vLLM's Rust front end": (
-        merged(ENGINE, {"engine": {"extraEnv": [{"name": "VLLM_USE_RUST_FRONTEND", "value": "1"}]}}),
-        ("engine.extraEnv", "VLLM_USE_RUST_FRONTEND", "ids of a chat"),
+        merged(ENGINE, {"engine": {"pod": {"extraEnv": [{"name": "VLLM_USE_RUST_FRONTEND", "value": "1"}]}}}),
+        ("engine.pod.extraEnv", "VLLM_USE_RUST_FRONTEND", "ids of a chat"),
     ),
     "vLLM's Rust front end of one of the models": (
-        merged(ENGINE, {"models": {"small": {"extraEnv": [{"name": "VLLM_USE_RUST_FRONTEND", "value": "true"}]}}}),
-        ("models.small.extraEnv", "VLLM_USE_RUST_FRONTEND"),
+        merged(
+            ENGINE, {"models": {"small": {"pod": {"extraEnv": [{"name": "VLLM_USE_RUST_FRONTEND", "value": "true"}]}}}}
+        ),
+        ("models.small.pod.extraEnv", "VLLM_USE_RUST_FRONTEND"),
     ),
     "a second connector": (
         merged(ENGINE, {"engine": {"extraArgs": ["--kv-offloading-size=8"]}}),
@@ -102,7 +104,7 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     "a name that begins with a digit": ({"fullnameOverride": "1st"}, ("fullnameOverride",)),
     "a label that the chart sets": ({"commonLabels": {"app.kubernetes.io/name": "x"}}, ("commonLabels",)),
     "a label with a space": ({"commonLabels": {"a b": "c"}}, ("commonLabels",)),
-    "a label of a pod that is a number": ({"gateway": {"podLabels": {"a": 1}}}, ("podLabels",)),
+    "a label of a pod that is a number": ({"gateway": {"pod": {"labels": {"a": 1}}}}, ("pod", "labels")),
     "a log level of one's own": ({"logLevel": "verbose"}, ("logLevel",)),
     "two stores": ({"redis": {"existingSecret": "redis"}}, ("redis.url", "redis.existingSecret")),
     "a store and a secret with one": ({"redis": {"existingSecret": "r"}}, ("redis.url", "redis.existingSecret")),
@@ -140,10 +142,10 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         ("connector", "minLoadTokens"),
     ),
     "a setting as an extra variable": (
-        {"gateway": {"extraEnv": [{"name": "GATEWAY_PORT", "value": "1"}]}},
+        {"gateway": {"pod": {"extraEnv": [{"name": "GATEWAY_PORT", "value": "1"}]}}},
         ("extraEnv",),
     ),
-    "a variable without a name": ({"gateway": {"extraEnv": [{"value": "1"}]}}, ("extraEnv", "name")),
+    "a variable without a name": ({"podDefaults": {"extraEnv": [{"value": "1"}]}}, ("extraEnv", "name")),
     "a grace period shorter than the drain": (
         {"gateway": {"drainDelayS": 30, "terminationGracePeriodSeconds": 45}},
         ("gateway.terminationGracePeriodSeconds",),
@@ -261,10 +263,22 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         ("resources", "memory"),
     ),
     "a toleration with a field that there is not": (
-        {"envoy": {"tolerations": [{"key": "a", "op": "Exists"}]}},
+        {"envoy": {"pod": {"tolerations": [{"key": "a", "op": "Exists"}]}}},
         ("tolerations", "op"),
     ),
-    "no evictions at all": ({"gateway": {"pdb": {"maxUnavailable": 0}}}, ("pdb", "maxUnavailable")),
+    "no evictions at all": ({"gateway": {"pod": {"pdb": {"maxUnavailable": 0}}}}, ("pdb", "maxUnavailable")),
+    "a key of pods that there is not": ({"gateway": {"pod": {"nodeselector": {}}}}, ("pod", "nodeselector")),
+    "a spread by labels of one's own": (
+        {
+            "podDefaults": {
+                "topologySpreadConstraints": [
+                    {"maxSkew": 1, "topologyKey": "z", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {}}
+                ]
+            }
+        },
+        ("topologySpreadConstraints", "labelSelector"),
+    ),
+    "what pods differ in taken away by a null": ({"gateway": {"pod": None}}, ("gateway.pod: null",)),
     "a monitor's interval of nonsense": ({"monitoring": {"podMonitor": {"interval": "often"}}}, ("interval",)),
 }
 

@@ -21,14 +21,14 @@ from tests.chart.releases import (
     INJECTOR,
     LMCACHE,
     NO_ENVOY,
-    POD,
+    OF_POD,
     REDIS,
     RELEASES,
     TLS_SECRET,
     Values,
     merged,
 )
-from tests.chart.rendering import CHART, REGISTRY, Release, helm_says, render, run_helm
+from tests.chart.rendering import CHART, EACH_HELM, REGISTRY, Release, helm_says, render, run_helm
 
 KEDA: Values = {"gateway": {"keda": {"enabled": True, "prometheusServer": "http://prometheus:9090"}}}
 BASES: list[Values] = [
@@ -56,7 +56,6 @@ BASES: list[Values] = [
 ]
 WITHOUT_EFFECT = {
     "global": "for umbrella charts",
-    "valkey.topologySpread": "it is one pod",
     "auth.tenant": "inside a Secret: test_chart_install.py",
     "sidecar.storage.replaces": "it is about a workload in the cluster: test_chart_storage_kinds.py",
 }
@@ -77,7 +76,8 @@ SAMPLES: dict[str, Any] = {
     "gateway.keda.prometheusServer": "http://other:9090",
     "gateway.keda.threshold": "7",
     "image.digest": DIGEST,
-    "image.pullSecrets": ["other"],
+    "podDefaults.imagePullSecrets": [{"name": "other"}],
+    "podDefaults.topologySpreadConstraints": [],
     "injector.tls.caBundle": "Yg==",
     "monitoring.prometheusRule.runbookUrl": "https://other",
     "networkPolicy.apiServer.cidrs": ["10.1.0.0/16"],
@@ -185,7 +185,8 @@ def other_values(path: str, node: dict, default: Any) -> list[Any]:
         "connector": {"deadline_factor": 7},
         "interval": "7s",
         "digest": DIGEST,
-        "podSecurityContext": {"runAsUser": 7},
+        "pod": {"nodeSelector": {"other": "other"}},
+        "securityContext": {"runAsUser": 7},
         "containerSecurityContext": {"privileged": False},
         "namespaceSelector": {"matchLabels": {"other": "other"}},
         "maxUnavailable": 2,
@@ -270,14 +271,41 @@ def test_the_block_of_a_pod_arrives_in_it_and_in_no_other(component, key, releas
     container = next(one for one in pod.containers if one["name"] in {component, "vllm"})
     wanted = RELEASES[release].values[key]
 
-    assert POD["podAnnotations"].items() <= pod.annotations.items()
-    assert POD["podLabels"].items() <= pod.labels.items()
+    assert OF_POD["annotations"].items() <= pod.annotations.items()
+    assert OF_POD["labels"].items() <= pod.labels.items()
     for field in ("nodeSelector", "affinity", "priorityClassName", "tolerations"):
-        assert pod.spec[field] == POD[field], field
+        assert pod.spec[field] == OF_POD[field], field
     assert env_of(container)["TZ"] == "UTC"
     assert container["resources"]["limits"]["memory"] == wanted["resources"]["limits"]["memory"]
     others = [other for other in pods(documents) if other.component != component]
     assert not [other.owner for other in others if "priorityClassName" in other.spec or "TZ" in str(other.spec)]
+
+
+@pytest.mark.parametrize("helm", EACH_HELM)
+def test_a_default_of_pods_arrives_in_each_and_a_component_overrides_it(helm):
+    """Seen failing with `merge` for `mergeOverwrite`: the gateway kept every default."""
+    made = {pod.component: pod for pod in pods(render(RELEASES["all pods"], helm))}
+    other = {pod.component: pod for pod in pods(render(RELEASES["pods that differ"], helm))}
+    gateway = other.pop("gateway")
+
+    assert made.keys() == {"gateway", "context-manager", "envoy", "engine", "injector", "test"}
+    for name, pod in [*made.items(), *other.items()]:
+        assert OF_POD["labels"].items() <= pod.labels.items()
+        assert pod.spec["nodeSelector"] == OF_POD["nodeSelector"]
+        assert pod.spec["priorityClassName"] == "llm-serving"
+        assert [one["key"] for one in pod.spec["tolerations"]] == [
+            "nvidia.com/gpu" if name == "engine" else "dedicated"
+        ]
+        assert [one["maxSkew"] for one in pod.spec["topologySpreadConstraints"]] == [1, 1]
+        assert ("TZ" in str(pod.spec)) == (name != "test")
+    assert gateway.labels["example.org/tier"] == "other"
+    assert gateway.spec["nodeSelector"] == {**OF_POD["nodeSelector"], "pool": "gateways"}
+    assert not gateway.spec.keys() & {"tolerations", "priorityClassName", "topologySpreadConstraints"}
+    assert "TZ" not in str(gateway.spec)
+    budgets = [name_of(budget) for budget in of_kind(render(RELEASES["pods that differ"], helm), "PodDisruptionBudget")]
+    assert sorted(budgets) == [
+        f"cc-context-cache-{name}" for name in ("context-manager", "engine", "envoy", "injector")
+    ]
 
 
 @pytest.mark.parametrize("helm", HELMS, ids=lambda helm: helm.version)
@@ -446,12 +474,15 @@ def test_the_load_balancer_is_as_the_values_say():
 NULLS: Values = {
     "commonLabels": None,
     "commonAnnotations": None,
-    "podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None},
-    "gateway": {"resources": None, "tolerations": None, "podAnnotations": None, "extraEnv": None},
-    "engine": {"resources": None, "tolerations": None, "nodeSelector": None, "extraArgs": None},
+    "podDefaults": {
+        "securityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None},
+        **dict.fromkeys(("labels", "annotations", "nodeSelector", "tolerations", "affinity", "extraEnv")),
+        **dict.fromkeys(("topologySpreadConstraints", "priorityClassName", "imagePullSecrets")),
+    },
+    "gateway": {"resources": None},
+    "engine": {"resources": None, "pod": {"tolerations": None}, "extraArgs": None},
     "sidecar": {"resources": None, "peerNetworks": None},
     "networkPolicy": {"clients": None, "dns": {"to": None}, "extraEgress": {"engine": None}},
-    "image": {"pullSecrets": None},
 }
 """What files of values say to empty a list or map, or to leave the choice of a user to OpenShift."""
 

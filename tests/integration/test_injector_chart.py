@@ -21,7 +21,7 @@ TLS = {"tls": {"enabled": True, "existingSecret": "parts-tls"}}
 RELEASES = {
     "plain": VALUES,
     "tls": VALUES | TLS,
-    "pull secrets": VALUES | {"image": {"registry": "registry.example.org", "pullSecrets": ["ours"]}},
+    "pull secrets": VALUES | {"podDefaults": {"imagePullSecrets": [{"name": "ours"}]}},
     "another port": VALUES | {"discovery": {"port": 8080, "sidecarPort": 50062}},
     "a volume for blocks": VALUES | {"sidecar": {"storage": {"type": "ephemeral", "size": "200Gi"}}},
 }

@@ -34,8 +34,7 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
 */}}
 {{- define "context-cache.sidecar.container" -}}
 - name: kv-sidecar
-  image: {{ include "context-cache.image" (dict "root" . "image" .Values.image) | quote }}
-  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  {{- include "context-cache.container" (dict "root" . "values" dict) | nindent 2 }}
   restartPolicy: Always
   args: [serve, sidecar]
   env:
@@ -77,7 +76,9 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
     {{- include "context-cache.tls.env" (dict "root" . "prefix" "SIDECAR_") | nindent 4 }}
     {{- include "context-cache.traces.env" (dict "root" . "prefix" "SIDECAR_") | nindent 4 }}
     {{- include "context-cache.settingsEnv" (dict "prefix" "SIDECAR_" "settings" .Values.sidecar.settings) | nindent 4 }}
-    {{- include "context-cache.extraEnv" .Values.sidecar | nindent 4 }}
+    {{- with .Values.sidecar.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   ports:
     {{- if not (include "context-cache.engine.lmcache" .) }}
     - name: kv-grpc
@@ -104,9 +105,6 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
     periodSeconds: 10
     timeoutSeconds: 5
     failureThreshold: 6
-  terminationMessagePolicy: FallbackToLogsOnError
-  securityContext:
-    {{- include "context-cache.containerSecurityContext" . | nindent 4 }}
   {{- /* The memory that both containers use (memoryLimit) counts here, in full and from the start on. */}}
   resources:
     {{- include "context-cache.sidecar.resources" . | nindent 4 }}
@@ -217,8 +215,7 @@ vLLM waits for the running ones (--shutdown-timeout). Liveness is its own; readi
 {{- define "context-cache.turn.container" -}}
 {{- $scheme := ternary "HTTPS" "HTTP" .Values.tls.enabled }}
 - name: turn
-  image: {{ include "context-cache.image" (dict "root" . "image" .Values.image) | quote }}
-  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  {{- include "context-cache.container" (dict "root" . "values" dict) | nindent 2 }}
   args: [serve, turn]
   env:
     - name: TURN_LISTEN_HOST
@@ -292,9 +289,6 @@ vLLM waits for the running ones (--shutdown-timeout). Liveness is its own; readi
     failureThreshold: 3
   lifecycle:
     {{- include "context-cache.engine.preStop" . | nindent 4 }}
-  terminationMessagePolicy: FallbackToLogsOnError
-  securityContext:
-    {{- include "context-cache.containerSecurityContext" . | nindent 4 }}
   resources:
     {{- toYaml .Values.engine.turnResources | nindent 4 }}
   volumeMounts:

@@ -70,16 +70,6 @@ digest decides over a tag. Without any registry it is the node's default one.
 {{- end }}
 {{- end }}
 
-{{/* The imagePullSecrets block of a pod, or nothing. Takes the root. */}}
-{{- define "context-cache.imagePullSecrets" -}}
-{{- with .Values.image.pullSecrets -}}
-imagePullSecrets:
-  {{- range . }}
-  - name: {{ . | quote }}
-  {{- end }}
-{{- end }}
-{{- end }}
-
 {{/*
 ServiceAccount of a component with rights: dict "root" $ "component" "gateway". Without serviceAccount.create somebody else
 made it under the same name.

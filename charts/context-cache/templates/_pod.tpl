@@ -1,64 +1,59 @@
 {{/*
 What the release's pods have in common. Definitions that take a component get dict "root" $ "component" "gateway"
-"values" .Values.gateway, where values holds the POD block (see values.yaml).
+"values" .Values.gateway, whose `pod` overrides podDefaults.
 */}}
+
+{{/* `podDefaults` with the component's `pod` over them, a JSON object. Takes the dict above. */}}
+{{- define "context-cache.podValues" -}}
+{{- mergeOverwrite (deepCopy .root.Values.podDefaults) (deepCopy (.values.pod | default dict)) | toJson }}
+{{- end }}
 
 {{/*
 Labels and annotations of a pod template: the dict above, and optionally "labels" and "annotations" (dicts). The chart's
 version is not among the labels: a new chart that changes nothing restarts nothing.
 */}}
 {{- define "context-cache.podMetadata" -}}
+{{- $pod := include "context-cache.podValues" . | fromJson }}
 labels:
   {{- include "context-cache.selectorLabels" . | nindent 2 }}
   app.kubernetes.io/part-of: context-cache
-  {{- with merge (dict) (.labels | default dict) (.values.podLabels | default dict) (.root.Values.commonLabels | default dict) }}
+  {{- with merge (dict) (.labels | default dict) ($pod.labels | default dict) (.root.Values.commonLabels | default dict) }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- with merge (dict) (.annotations | default dict) (.values.podAnnotations | default dict) (.root.Values.commonAnnotations | default dict) }}
+{{- with merge (dict) (.annotations | default dict) ($pod.annotations | default dict) (.root.Values.commonAnnotations | default dict) }}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* Where pods run. Spread by hash of the pod template: the old pods of a rollout do not count. */}}
-{{- define "context-cache.scheduling" -}}
-{{- with .values.nodeSelector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
+{{/*
+Fields that the specs of all pods have. Variables of Services, such as MY_RELEASE_GATEWAY_PORT, must not meet the names of
+settings. Pods spread by hash of their template: the old pods of a rollout do not count.
+*/}}
+{{- define "context-cache.podSpec" -}}
+{{- $pod := include "context-cache.podValues" . | fromJson }}
+{{- $spec := dict "enableServiceLinks" false "securityContext" $pod.securityContext }}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "imagePullSecrets" }}
+{{- with get $pod $key }}{{ $_ := set $spec $key . }}{{ end }}
 {{- end }}
-{{- with .values.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
+{{- $selector := dict "matchLabels" (include "context-cache.selectorLabels" . | fromYaml) }}
+{{- range $pod.topologySpreadConstraints }}
+{{- $constraint := merge (dict "labelSelector" $selector "matchLabelKeys" (list "pod-template-hash")) . }}
+{{- $_ := set $spec "topologySpreadConstraints" (append (get $spec "topologySpreadConstraints" | default list) $constraint) }}
 {{- end }}
-{{- with .values.affinity }}
-affinity:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .values.priorityClassName }}
-priorityClassName: {{ . | quote }}
-{{- end }}
-{{- if .values.topologySpread }}
-topologySpreadConstraints:
-  {{- range $topology := list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
-  - maxSkew: 1
-    topologyKey: {{ $topology }}
-    whenUnsatisfiable: ScheduleAnyway
-    labelSelector:
-      matchLabels:
-        {{- include "context-cache.selectorLabels" $ | nindent 8 }}
-    matchLabelKeys: [pod-template-hash]
-  {{- end }}
-{{- end }}
+{{- toYaml $spec }}
 {{- end }}
 
-{{/* Fields of a pod's securityContext. Takes the root. */}}
-{{- define "context-cache.podSecurityContext" -}}
-{{- toYaml .Values.podSecurityContext }}
-{{- end }}
-
-{{/* Fields of a container's securityContext. Takes the root. */}}
-{{- define "context-cache.containerSecurityContext" -}}
-{{- toYaml .Values.containerSecurityContext }}
+{{/*
+Fields that all containers have: the dict above, and optionally "image", a section of the values; default: ours. For
+containers of ours beside vLLM, which podDefaults alone describe, "values" is an empty dict.
+*/}}
+{{- define "context-cache.container" -}}
+image: {{ include "context-cache.image" (dict "root" .root "image" (.image | default .root.Values.image)) | quote }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+terminationMessagePolicy: FallbackToLogsOnError
+securityContext:
+  {{- (include "context-cache.podValues" . | fromJson).containerSecurityContext | toYaml | nindent 2 }}
 {{- end }}
 
 {{/*
@@ -73,9 +68,9 @@ GATEWAY_TENANT_RATE_PER_S. Numbers go through JSON: Helm reads 33554432 as a flo
 {{- end }}
 {{- end }}
 
-{{/* Env items of a component's extraEnv. Takes the component's values. */}}
+{{/* Env items of the values (extraEnv). Takes the dict above. */}}
 {{- define "context-cache.extraEnv" -}}
-{{- with .extraEnv }}
+{{- with (include "context-cache.podValues" . | fromJson).extraEnv }}
 {{- toYaml . }}
 {{- end }}
 {{- end }}
@@ -201,7 +196,8 @@ The PodDisruptionBudget of a component, or nothing. AlwaysAllow: pods that are n
 being drained.
 */}}
 {{- define "context-cache.pdb" -}}
-{{- if .values.pdb.enabled -}}
+{{- $pdb := (include "context-cache.podValues" . | fromJson).pdb }}
+{{- if $pdb.enabled -}}
 apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata:
@@ -210,7 +206,7 @@ metadata:
     {{- include "context-cache.labels" . | nindent 4 }}
   {{- include "context-cache.annotations" . | nindent 2 }}
 spec:
-  maxUnavailable: {{ .values.pdb.maxUnavailable }}
+  maxUnavailable: {{ $pdb.maxUnavailable }}
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels:

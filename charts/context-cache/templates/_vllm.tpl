@@ -46,15 +46,15 @@ header, everything else by the NetworkPolicy. */}}
 {{- /* Binding threads to cores needs rights that containers lack. */}}
 {{- $_ := merge $env (dict "VLLM_CPU_KVCACHE_SPACE" ($engine.cpuKvCacheGiB | toString) "VLLM_CPU_OMP_THREADS_BIND" "nobind") }}
 {{- end }}
-{{- range $engine.extraEnv }}
+{{- $given := list }}
+{{- range (include "context-cache.podValues" (dict "root" . "values" $engine) | fromJson).extraEnv }}
+{{- $given = append $given .name }}
 {{- $_ := unset $env .name }}
 {{- end }}
 {{- range $name, $value := $env }}
 - name: {{ $name }}
   value: {{ $value | quote }}
 {{- end }}
-{{- $given := list }}
-{{- range $engine.extraEnv }}{{ $given = append $given .name }}{{ end }}
 {{- with $engine.hfTokenSecret }}
 {{- if and .name (not (has "HF_TOKEN" $given)) }}
 - name: HF_TOKEN

@@ -36,12 +36,14 @@ _ENGINE = {
     "modelCache": {"existingClaim": "models"},
     "connector": CONNECTOR,
     "extraArgs": ["--enforce-eager", "--max-num-batched-tokens=1024"],
-    "extraEnv": [
-        {"name": "HF_HUB_OFFLINE", "value": "1"},
-        # Threads that wait for each other in loops make a busy machine ten times slower.
-        {"name": "OMP_NUM_THREADS", "value": "1"},
-        {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-    ],
+    "pod": {
+        "extraEnv": [
+            {"name": "HF_HUB_OFFLINE", "value": "1"},
+            # Threads that wait for each other in loops make a busy machine ten times slower.
+            {"name": "OMP_NUM_THREADS", "value": "1"},
+            {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        ]
+    },
 }
 _TLS = {
     "tls": {"enabled": True, "existingSecret": "parts-tls"},
