@@ -112,15 +112,18 @@ def next_files(
 
 def with_files(manifest: Manifest) -> Manifest:
     """Return a manifest that came without its files with them. Raises InvalidRequest."""
+    return replace(manifest, files=_files_of(manifest))
+
+
+def _files_of(manifest: Manifest) -> tuple[KVFile, ...]:
     check_groups(manifest.groups, len(manifest.token_ids))
-    files = context_files(
+    return context_files(
         manifest.tail_ref or manifest.cache_ref,
         manifest.fingerprint,
         manifest.tenant,
         manifest.token_ids,
         manifest.groups,
     )
-    return replace(manifest, files=files)
 
 
 def first_blocks(
@@ -258,20 +261,23 @@ def decode_manifest(file: bytes | memoryview) -> Manifest:
         raise CorruptBlock("the manifest's checksum is wrong")
     try:
         manifest = _manifest_of(metadata, unpack_token_ids(tensor))
-        again = _metadata(manifest)
+        files, again = _files_of(manifest), _metadata(manifest)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, InvalidRequest) as exc:
         raise CorruptBlock("the manifest's metadata is incomplete") from exc
     refs = [manifest.cache_ref, *([manifest.tail_ref] if metadata["format"] == FORMAT_FORK else [])]
     if again != metadata or not all(map(CACHE_REF_PATTERN.fullmatch, refs)):
         raise CorruptBlock("the manifest's blocks do not match its tokens")
-    supplement = dict(header.supplement)
-    checksums = _block_checksums(supplement, checksum, manifest)
-    return replace(
+    supplement = _checked(dict(header.supplement), checksum)
+    listed = supplement.get("block_checksums", "")
+    manifest = replace(
         manifest,
-        block_checksums=checksums,
+        files=files,
+        block_checksums=tuple(listed.split(" ")) if listed else (),
         interrupted=supplement.get("interrupted") == "true",
         promise=_promise(supplement),
     )
+    check_block_checksums(manifest)
+    return manifest
 
 
 def _promise(supplement: Mapping[str, str]) -> Promise:
@@ -320,17 +326,11 @@ def _metadata(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def _block_checksums(supplement: dict[str, str], manifest_s: str, manifest: Manifest) -> tuple[str, ...]:
-    """Return the checksums of the files; `manifest_s`: the manifest's own. Further keys have no meaning."""
-    if not supplement:
-        return ()
-    checksum = supplement.pop("checksum", "")
-    if manifest_checksum(supplement, manifest_s.encode()) != checksum:
+def _checked(supplement: dict[str, str], manifest_s: str) -> dict[str, str]:
+    """Return a supplement without its checksum; `manifest_s`: the manifest's own. Further keys have no meaning."""
+    if supplement and supplement.pop("checksum", "") != manifest_checksum(supplement, manifest_s.encode()):
         raise CorruptBlock("the manifest's supplement has a wrong checksum")
-    listed = supplement.get("block_checksums", "")
-    found = tuple(listed.split(" ")) if listed else ()
-    check_block_checksums(replace(manifest, block_checksums=found))
-    return found
+    return supplement
 
 
 def _manifest_of(metadata: Mapping[str, str], token_ids: tuple[int, ...]) -> Manifest:
@@ -339,20 +339,18 @@ def _manifest_of(metadata: Mapping[str, str], token_ids: tuple[int, ...]) -> Man
     is_sent = 0 <= expires_at_ms <= _INT64_MAX and 0 <= size_bytes <= _INT64_MAX
     if not 1 <= world_size <= MAX_WORLD_SIZE or not token_ids or not is_sent:
         raise ValueError("a number is out of range")
-    return with_files(
-        Manifest(
-            cache_ref=metadata["cache_ref"],
-            tenant=metadata["tenant"],
-            session_id=metadata["session_id"],
-            fingerprint=metadata["fingerprint"],
-            token_ids=token_ids,
-            groups=tuple(_group_of(found) for found in json.loads(metadata["groups"])),
-            files=(),
-            world_size=world_size,
-            expires_at_ms=expires_at_ms,
-            size_bytes=size_bytes,
-            tail_ref=metadata["tail_ref"] if metadata["format"] == FORMAT_FORK else "",
-        )
+    return Manifest(
+        cache_ref=metadata["cache_ref"],
+        tenant=metadata["tenant"],
+        session_id=metadata["session_id"],
+        fingerprint=metadata["fingerprint"],
+        token_ids=token_ids,
+        groups=tuple(_group_of(found) for found in json.loads(metadata["groups"])),
+        files=(),
+        world_size=world_size,
+        expires_at_ms=expires_at_ms,
+        size_bytes=size_bytes,
+        tail_ref=metadata["tail_ref"] if metadata["format"] == FORMAT_FORK else "",
     )
 
 

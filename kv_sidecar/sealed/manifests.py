@@ -267,9 +267,9 @@ class Manifests:
         doomed: list[ManifestRecord] = []
         known: dict[BlockKey, BlockKey] = {}
         now_ms = self._clock.now_ms()
-        files, _ = self._directory.fan_out_files(self._root.name, is_ours=self._is_ours)
+        files, _ = self._directory.fan_out_files(self._root.name, is_ours=_is_ours)
         for path in sorted(files):
-            manifest = self._read(path.name.removesuffix(_SUFFIX))
+            manifest = self._read(path.rpartition("/")[2].removesuffix(_SUFFIX))
             if manifest is None:
                 continue
             record = record_of(manifest)
@@ -549,10 +549,6 @@ class Manifests:
             log.warning("manifest not removed", extra={"cache_ref": paths[path]}, exc_info=error)
         return {paths[path]: error for path, error in failed.items()}
 
-    def _is_ours(self, path: Path) -> bool:
-        cache_ref = path.name.removesuffix(_SUFFIX)
-        return CACHE_REF_PATTERN.fullmatch(cache_ref) is not None and path == self._path(cache_ref)
-
     def _path(self, cache_ref: CacheRef) -> Path:
         return self._root / fan_out(cache_ref) / f"{cache_ref}{_SUFFIX}"
 
@@ -574,3 +570,9 @@ async def _verified(record: ManifestRecord, answer: Awaitable[Answer | None]) ->
     if read is None:
         raise _Unreadable(record, is_bad=True)
     return read
+
+
+def _is_ours(folder: str, name: str) -> bool:
+    cache_ref = name.removesuffix(_SUFFIX)
+    is_named_so = name.endswith(_SUFFIX) and CACHE_REF_PATTERN.fullmatch(cache_ref) is not None
+    return is_named_so and fan_out(cache_ref) == folder

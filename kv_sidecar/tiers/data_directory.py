@@ -176,15 +176,17 @@ class DataDirectory:
         """Remove unfinished and quarantined files last written before a Unix time in ms; return their bytes."""
         return remove_old(self.tmp, before_ms=before_ms) + remove_old(self.quarantine, before_ms=before_ms)
 
-    def fan_out_files(self, name: str, *, is_ours: Callable[[Path], bool]) -> tuple[list[Path], int]:
-        """Return the files of `<name>/<2 hex>/` that bear a name of ours, and the number of other things there.
+    def fan_out_files(self, name: str, *, is_ours: Callable[[str, str], bool]) -> tuple[list[str], int]:
+        """Return the paths of files of `<name>/<2 hex>/` with a name of ours, and the number of other things there.
+
+        `is_ours`: of the directory's and the file's name.
 
         A thing of such a name that is no file, or in the place of a directory of ours, is put aside: it would block a
         save for ever. Everything else is left alone. No link is followed. Raises OSError.
         """
         root = self.root / name
         make_real_directory(root)
-        found: list[Path] = []
+        found: list[str] = []  # paths are texts here: a start reads 100 000
         strangers = 0
         for directory in entries(root):
             if not _FAN_OUT.fullmatch(directory.name):
@@ -193,13 +195,12 @@ class DataDirectory:
                 self.put_aside_or_leave(Path(directory.path))
             else:
                 for entry in entries(Path(directory.path)):
-                    path = Path(entry.path)
-                    if not is_ours(path):
+                    if not is_ours(directory.name, entry.name):
                         strangers += 1
                     elif entry.is_file(follow_symlinks=False):
-                        found.append(path)
+                        found.append(entry.path)
                     else:
-                        self.put_aside_or_leave(path)
+                        self.put_aside_or_leave(Path(entry.path))
         return found, strangers
 
     def put_aside_or_leave(self, path: Path) -> None:
@@ -374,10 +375,10 @@ def is_no_file(path: Path) -> bool:
     return regular_size(path) is None and os.path.lexists(path)
 
 
-def regular_size(path: Path) -> int | None:
+def regular_size(path: Path | str) -> int | None:
     """Return the size of a regular file in bytes; None when there is none, or something else. Raises OSError."""
     try:
-        status = path.lstat()
+        status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None

@@ -41,10 +41,10 @@ class Disk:
             files, others = self.directory.fan_out_files(name, is_ours=partial(_is_ours, kind))
             strangers += others
             for path in files:
-                key = BlockKey.from_file_name(path.name)
+                key = BlockKey.from_file_name(path.rpartition("/")[2])
                 size = _size_or_none(path)
                 if size is not None and not 0 < size <= self._block_bytes_max:
-                    self.directory.put_aside_or_leave(path)
+                    self.directory.put_aside_or_leave(Path(path))
                 elif key is not None and size is not None:
                     sizes[key] = size
         log.info("disk index rebuilt", extra={"num_blocks": len(sizes), "num_unknown_files": strangers})
@@ -97,17 +97,17 @@ class Disk:
         return f"{self.directory.root}/{_DIRECTORIES[key.kind]}/{key.fan_out}/{key.file_name}"
 
 
-def _is_ours(kind: str, path: Path) -> bool:
-    key = BlockKey.from_file_name(path.name)
-    return key is not None and key.kind == kind and key.fan_out == path.parent.name
+def _is_ours(kind: str, folder: str, name: str) -> bool:
+    key = BlockKey.from_file_name(name)
+    return key is not None and key.kind == kind and key.fan_out == folder
 
 
-def _size_or_none(path: Path) -> int | None:
+def _size_or_none(path: str) -> int | None:
     """Return a file's size; None for a file that cannot be looked at, which fails no start."""
     try:
         return regular_size(path)
     except OSError:
-        log.warning("block file not checked", extra={"directory": path.parent.name}, exc_info=True)
+        log.warning("block file not checked", extra={"directory": Path(path).parent.name}, exc_info=True)
         return None
 
 
