@@ -7,6 +7,7 @@ the gRPC stubs are. Everything else is made in `.build/client-ts`.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import shutil
 import sys
@@ -59,11 +60,16 @@ def types() -> str:
     """Return the types of the OpenAPI document. Raises StepFailed."""
     installed(SOURCE, BUILT)
     document, output = BUILT / "openapi.json", BUILT / "api.ts"
-    document.write_text(json.dumps(for_types()))
+    document.write_text(text := json.dumps(for_types()))
     program = BUILT / "node_modules" / "openapi-typescript" / "bin" / "cli.js"
     command = [str(PROGRAMS / "node"), str(program), str(document), "--output", str(output), *_OPTIONS]
     run_logged(command, what="openapi-typescript", log=_LOG, cwd=BUILT)
-    return output.read_text()
+    return f"{mark(text)}\n{output.read_text()}"
+
+
+def mark(document: str) -> str:
+    """Return the first line of the types: it tells without Node whether they are those of a document."""
+    return f"// SHA-256 of the document: {hashlib.sha256(document.encode()).hexdigest()}"
 
 
 def for_types() -> dict[str, Any]:
@@ -75,6 +81,7 @@ def for_types() -> dict[str, Any]:
     from gateway.http.openapi import document
 
     found: dict[str, Any] = json.loads(json.dumps(document()))
+    found["info"]["version"] = ""  # a release changes no type
     codes: set[str] = set()
     for operation in (operation for path in found["paths"].values() for operation in path.values()):
         for response in operation["responses"].values():

@@ -99,7 +99,7 @@ async def test_all_that_a_context_can_do_with_the_cached_tokens_that_the_server_
     assert [generation for generation, _, _ in found["replies"]] == [1, 2, 3, 4, 5]
     assert [cached for _, cached, _ in found["replies"]] == [CACHED] * 5
     assert [turn["cached_tokens"] for turn in context["recent"]] == [CACHED] * 5
-    assert [saved for _, _, saved in found["replies"]] == [0, CACHED, CACHED, CACHED, CACHED]
+    assert [share for _, _, share in found["replies"]] == [turn["saved_share"] for turn in context["recent"]]
     assert found["texts"][0] == found["texts"][1] != ""
     assert (context["turns"], context["metadata"]) == (5, {"user": "anna"})
     assert (context["ttl"], context["ttl_policy"]) == (120, "sliding")

@@ -48,7 +48,7 @@ for (const refused of [
   });
 }
 
-const seen = (reply: Reply | undefined) => reply && [reply.generation, reply.usage.context.cached_tokens, reply.usage.context.saved_tokens];
+const seen = (reply: Reply | undefined) => reply && [reply.generation, reply.usage.context.cached_tokens, reply.usage.context.saved_share];
 const last = events.at(-1);
 const fourth = last?.type === "finished" ? last.reply : undefined;
 console.log(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -22,6 +23,7 @@ from contextcache.client.types import (
 )
 from contextcache.fields import OUR_FIELDS
 from contextcache.model import MAX_TTL_S, MIN_TTL_S, SessionState
+from deploy import client_ts
 from deploy.docs.errors import statuses
 from gateway.fronts import CORS_EXPOSED_HEADERS
 from gateway.http import routes
@@ -180,3 +182,10 @@ def test_a_life_as_text_has_the_bounds_of_one_as_a_number(document):
     allowed = {life for life in range(2 * MAX_TTL_S) if re.search(text["pattern"], f"{life}s")}
     assert allowed == set(range(MIN_TTL_S, MAX_TTL_S + 1))
     assert not any(re.search(text["pattern"], odd) for odd in ("90", "090s", "90s ", "x90s", "90ss"))
+
+
+def test_the_typescript_types_are_of_this_document():
+    """Seen failing with a description of the document changed. The integration tests generate the types again."""
+    first_line = client_ts.TYPES.read_text().partition("\n")[0]
+
+    assert first_line == client_ts.mark(json.dumps(client_ts.for_types())), "run make client-ts"
