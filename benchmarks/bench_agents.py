@@ -34,12 +34,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.engines import REST_S, forget_prefixes, running
 from benchmarks.estimates import cell, interval, paired_row, percentile
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import RESULTS, exit_code, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
-from deploy.local.progress import Step, StepFailed, say
+from deploy.local.progress import Step, StepFailed
 from deploy.local.stack import Stack
 from deploy.local.state import KEEPING_KEY
 from deploy.local.table import render
@@ -92,6 +92,7 @@ class Agent:
     known_tokens: int = 0
 
 
+@exit_code
 def main() -> int:
     """Measure, print the tables, write the JSON; exit 1 when that failed, with --check also when a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -116,22 +117,15 @@ def main() -> int:
     space = ("--num-gpu-blocks-override", str(options.kv_tokens // BLOCK_TOKENS))
     stack = Stack(STACK_DIRECTORY, port=options.port, dtype=options.dtype, engines=2, dev=True, engine_args=space)
     load, began_s = os.getloadavg(), time.monotonic()
-    try:
-        with running(stack):
-            bench = Bench(stack)
-            pairs = bench.alone(options.pairs)
-            stored, forks_ms = bench.shared()
-            calm = [Agent(number, "keep", bench.text(options.context)) for number in range(options.agents)]
-            turns, on_pods = bench.in_turn(calm, options.rounds)
-            crowd, on_pods_then = bench.together(options.agents, options.context, options.rounds)
-            turns += crowd + bench.silent(calm, options.rounds, options.silence_s)
-            failed_loads = bench.failed_loads()
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    except KeyboardInterrupt:
-        say("stopped")
-        return 130
+    with running(stack):
+        bench = Bench(stack)
+        pairs = bench.alone(options.pairs)
+        stored, forks_ms = bench.shared()
+        calm = [Agent(number, "keep", bench.text(options.context)) for number in range(options.agents)]
+        turns, on_pods = bench.in_turn(calm, options.rounds)
+        crowd, on_pods_then = bench.together(options.agents, options.context, options.rounds)
+        turns += crowd + bench.silent(calm, options.rounds, options.silence_s)
+        failed_loads = bench.failed_loads()
     asked = ("pairs", "agents", "rounds", "context", "kv_tokens", "silence_s", "dtype")
     report = {
         **{name: getattr(options, name) for name in asked},

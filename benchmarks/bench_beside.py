@@ -44,7 +44,7 @@ import numpy as np
 from benchmarks.engines import AFTER_STACK, REST_S, forget_prefixes, running, start_engine
 from benchmarks.estimates import cell, interval, percentile, ratio_row
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import RESULTS, exit_code, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.environments import LMCACHE, made
 from deploy.local.gateway_client import Answer, GatewayClient
@@ -52,7 +52,7 @@ from deploy.local.model import MODEL_DIR, MODEL_NAME
 from deploy.local.paths import StackPaths
 from deploy.local.plain_text import plain_text
 from deploy.local.ports import LOOPBACK
-from deploy.local.progress import Step, StepFailed, say
+from deploy.local.progress import Step, StepFailed
 from deploy.local.readiness import HttpReady
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS
@@ -311,6 +311,7 @@ def _start_engine(
     start_engine(processes, name, arguments, port=port, dtype=dtype, env=more, python=python)
 
 
+@exit_code
 def main() -> int:
     """Measure, print the tables, write the JSON; exit 1 when that failed, with --check also when ours is not ahead."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -348,12 +349,6 @@ def main() -> int:
                 start = {"lmcache": start_lmcache, "tiering": start_tiering}[name]
                 systems[name] = start(processes, options.port + first, options.dtype)
             samples = Bench(systems).measure(sizes, options.rounds)
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    except KeyboardInterrupt:
-        say("stopped")
-        return 130
     finally:
         free_shared()
     rows = ahead(samples, sizes, [name for name in systems if name != "ours"])

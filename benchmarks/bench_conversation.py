@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import forget_prefixes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.engines import forget_prefixes, running
+from benchmarks.result import RESULTS, exit_code, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
-from deploy.local.progress import Step, StepFailed, say
+from deploy.local.progress import Step
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS
 from deploy.local.table import render
@@ -45,6 +45,7 @@ class Turn:
     computed_tokens: int
 
 
+@exit_code
 def main() -> int:
     """Measure, print the table, write the JSON; exit 1 when a part of the stack failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -57,9 +58,7 @@ def main() -> int:
     options = parser.parse_args()
     stack = Stack(STACK_DIRECTORY, port=options.port, dtype=options.dtype, dev=True)
     taken: dict[str, list[list[Turn]]] = {way: [] for way in WAYS}
-    try:
-        stack.clean()
-        stack.up()
+    with running(stack):
         talks = Conversations(stack, turns=options.turns, turn_tokens=options.turn_tokens)
         for number in range(options.rounds + 1):
             for way in WAYS[number % 3 :] + WAYS[: number % 3]:
@@ -67,14 +66,6 @@ def main() -> int:
                     turns = talks.take(way)
                 if number:  # the first answers of a process are slow
                     taken[way].append(turns)
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    except KeyboardInterrupt:
-        say("stopped")
-        return 130
-    finally:
-        stack.clean()
     rows = [row for way in WAYS for row in rows_of(way, taken[way])]
     last = [row for row in rows if row["turn"] == options.turns]
     print(

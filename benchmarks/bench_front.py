@@ -29,8 +29,7 @@ from benchmarks.front.parts import running_parts
 from benchmarks.front.real import measure_real
 from benchmarks.front.report import tables
 from benchmarks.processes import envoy_binary
-from benchmarks.result import RESULTS, machine, write_result
-from deploy.local.progress import StepFailed, say
+from benchmarks.result import RESULTS, exit_code, machine, write_result
 from deploy.local.run_stamp import run_stamp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,20 +40,14 @@ REAL_ROUNDS = 8
 REAL_ROUNDS_QUICK = 2
 
 
+@exit_code
 def main() -> int:
     """Measure, print tables, write the JSON; the exit status is 1 only when it could not be measured."""
     options = _options()
     signal.signal(signal.SIGTERM, _interrupted)
     report: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    try:
-        with load_generator() as load:
-            report |= _real(load, options) if options.real else _stub(load, options)
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    except KeyboardInterrupt:
-        say("stopped")
-        return 130
+    with load_generator() as load:
+        report |= _real(load, options) if options.real else _stub(load, options)
     real = {row["way"]: row["of_direct"] for row in report.get("real", {}).get("rows", []) if row["way"] != DIRECT}
     report["bars"] = stub_bars(report.get("rows", [])) + real_bars(real)
     write_result(options.out, report)

@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 from benchmarks.engines import AFTER_STACK, add_engine_options, running, start_engine
 from benchmarks.estimates import cell, interval, paired_row, percentile
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import RESULTS, exit_code, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
-from deploy.local.progress import Step, StepFailed, say
+from deploy.local.progress import Step
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS
 from deploy.local.table import render
@@ -66,6 +66,7 @@ class Window(NamedTuple):
     ended_s: float
 
 
+@exit_code
 def main() -> int:
     """Measure, print the table, write the JSON; exit 1 when that failed, with --check also when a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -80,21 +81,14 @@ def main() -> int:
     more = {"model_dir": options.model, "engine_args": options.engine_arg}
     stack = Stack(STACK_DIRECTORY, port=options.port, dtype=options.dtype, **more)
     load, began_s = os.getloadavg(), time.monotonic()
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="bench-overhead-") as directory,
-            Processes(Path(directory)) as processes,
-            running(stack),
-        ):
-            plain = {"port": options.port + AFTER_STACK, "dtype": options.dtype, "model": options.model}
-            start_engine(processes, "plain", options.engine_arg, **plain)
-            pairs = Bench(stack, processes.url("plain"), options.rest_s).measure(options.rounds, options.only)
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    except KeyboardInterrupt:
-        say("stopped")
-        return 130
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-overhead-") as directory,
+        Processes(Path(directory)) as processes,
+        running(stack),
+    ):
+        plain = {"port": options.port + AFTER_STACK, "dtype": options.dtype, "model": options.model}
+        start_engine(processes, "plain", options.engine_arg, **plain)
+        pairs = Bench(stack, processes.url("plain"), options.rest_s).measure(options.rounds, options.only)
     rows = [row for row in summary(pairs) if not options.only or row["n"]]
     report = {
         "dtype": options.dtype,

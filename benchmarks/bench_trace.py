@@ -33,12 +33,12 @@ from benchmarks.bench_beside import NEEDED_BYTES, PINS, free_shared, start_lmcac
 from benchmarks.engines import AFTER_STACK, forget_prefixes, running, start_engine
 from benchmarks.estimates import cell, percentile
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import RESULTS, exit_code, write_result
 from benchmarks.traces import SCALE, Session, sessions
 from deploy.local.environments import made
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
-from deploy.local.progress import Step, StepFailed, say
+from deploy.local.progress import Step, StepFailed
 from deploy.local.stack import Stack
 from deploy.local.state import KEEPING_KEY
 from deploy.local.table import render
@@ -152,6 +152,7 @@ def scheduled(taken: Sequence[Session]) -> list[Asked]:
     ]
 
 
+@exit_code
 def main() -> int:
     """Measure, print the table, write the JSON; exit 1 when a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,12 +182,6 @@ def main() -> int:
                 with Step(f"request {at} of {len(schedule)}, {asked.phase}"):
                     _ask_all(systems, asked, samples, loses=asked.phase == "lost" and schedule[at - 2].phase != "lost")
             cold = _cold_answers(systems["plain"], processes.url("plain"), schedule, options.cold)
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    except KeyboardInterrupt:
-        say("stopped")
-        return 130
     finally:
         free_shared()
     rows = [row for name in samples for row in rows_of(name, samples[name], cold)]

@@ -33,15 +33,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import REST_S, add_engine_options, forget_prefixes
+from benchmarks.engines import REST_S, add_engine_options, forget_prefixes, running
 from benchmarks.estimates import cell, interval, percentile, ratio_row
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import RESULTS, exit_code, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.engine import engine_defaults
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
-from deploy.local.progress import Step, StepFailed, say
+from deploy.local.progress import Step
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS
 from deploy.local.table import render
@@ -112,6 +112,7 @@ class Sample:
         return is_whole and self.source == WAYS[self.way]
 
 
+@exit_code
 def main() -> int:
     """Measure, print the tables, write the JSON; exit 1 when that failed, with --check also when a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,20 +144,10 @@ def main() -> int:
         dev=True,
     )
     load, began_s, sizes = os.getloadavg(), time.monotonic(), sorted(options.size or SIZES)
-    try:
-        stack.clean()
-        stack.up()
+    with running(stack):
         times_short = 1 if options.peer or options.store else TIMES_SHORT
         places = rounds(sizes, options.rounds, times_short=times_short)
         samples = Bench(stack, places, store=options.store, rest_s=options.rest_s).measure()
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    except KeyboardInterrupt:
-        say("stopped")
-        return 130
-    finally:
-        stack.clean()
     rows = ratios(samples, sizes)
     report = {
         "dtype": options.dtype,

@@ -31,11 +31,11 @@ from typing import Any
 from benchmarks.engines import AFTER_STACK, running, start_engine
 from benchmarks.estimates import cell, interval, percentile, ratio_row
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import RESULTS, exit_code, write_result
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
-from deploy.local.progress import Step, StepFailed, say
+from deploy.local.progress import Step
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS
 from deploy.local.table import render
@@ -79,6 +79,7 @@ class Agent:
     """What a client without a session sends again."""
 
 
+@exit_code
 def main() -> int:
     """Measure, print the tables, write the JSON; exit 1 when that failed, with --check also when a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,21 +99,14 @@ def main() -> int:
     space = ("--num-gpu-blocks-override", str(options.kv_tokens // BLOCK_TOKENS))
     stack = Stack(STACK_DIRECTORY, port=options.port, dtype=options.dtype, engine_args=space)
     load, began_s = os.getloadavg(), time.monotonic()
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="bench-turns-") as directory,
-            Processes(Path(directory)) as processes,
-            running(stack),
-        ):
-            start_engine(processes, "plain", space, port=options.port + AFTER_STACK, dtype=options.dtype)
-            bench = Bench(stack.url, processes.url("plain"), mean_pause_s=options.pause_s)
-            turns = bench.measure(options.agents, options.context, options.turns)
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    except KeyboardInterrupt:
-        say("stopped")
-        return 130
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-turns-") as directory,
+        Processes(Path(directory)) as processes,
+        running(stack),
+    ):
+        start_engine(processes, "plain", space, port=options.port + AFTER_STACK, dtype=options.dtype)
+        bench = Bench(stack.url, processes.url("plain"), mean_pause_s=options.pause_s)
+        turns = bench.measure(options.agents, options.context, options.turns)
     rows = compared(turns)
     asked = ("agents", "turns", "context", "kv_tokens", "pause_s", "dtype")
     report = {
