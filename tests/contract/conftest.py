@@ -26,7 +26,5 @@ async def fake_admin(kube, tmp_path, monkeypatch):
 
 @pytest.fixture(params=[False, True], ids=["single", "cluster"], scope="module")
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path_factory.mktemp("valkey"), cluster=request.param)
-    server.start()
-    yield server
-    server.stop()
+    with ValkeyServer(tmp_path_factory.mktemp("valkey"), cluster=request.param) as server:
+        yield server

@@ -444,20 +444,16 @@ class TestRedisSessionStore(RedisContract):
     @pytest.fixture(scope="class")
     @classmethod
     def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-        server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
-        server.start()
-        yield server
-        server.stop()
+        with ValkeyServer(tmp_path_factory.mktemp("valkey")) as server:
+            yield server
 
 
 class TestRedisClusterSessionStore(RedisContract):
     @pytest.fixture(scope="class")
     @classmethod
     def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-        server = ValkeyServer(tmp_path_factory.mktemp("valkey"), cluster=True)
-        server.start()
-        yield server
-        server.stop()
+        with ValkeyServer(tmp_path_factory.mktemp("valkey"), cluster=True) as server:
+            yield server
 
     def test_the_keys_of_a_session_lie_in_one_slot(self, server: ValkeyServer) -> None:
         for number in range(50):

@@ -30,7 +30,5 @@ async def manager():
 
 @pytest.fixture
 def valkey(tmp_path: Path) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
+    with ValkeyServer(tmp_path) as server:
+        yield server

@@ -15,6 +15,7 @@ from aiohttp import web
 from contextcache.doctor.examination import Plan, examine
 from contextcache.doctor.finding import Level
 from contextcache.doctor.front import ApiKey
+from tests.kit.certificates import chain_of
 from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_server import running_gateway, settings_for
 from tests.kit.ports import free_port
@@ -176,7 +177,7 @@ def ca(tmp_path):
     ca.cert_pem.write_to_path(str(tmp_path / "ca.crt"))
     part = ca.issue_cert("context-cache")
     part.private_key_pem.write_to_path(str(tmp_path / "tls.key"))
-    (tmp_path / "tls.crt").write_bytes(b"".join(pem.bytes() for pem in part.cert_chain_pems))
+    (tmp_path / "tls.crt").write_bytes(chain_of(part))
     return ca
 
 

@@ -15,7 +15,7 @@ import pytest
 import trustme
 from cryptography import x509
 
-from tests.kit.certificates import NAME, CertificateFiles
+from tests.kit.certificates import NAME, CertificateFiles, chain_of, server_context
 from tests.kit.envoy_names import GATEWAY_HTTP, PLUGIN, PODS
 from tests.kit.envoy_process import DEADLINE_S, RunningEnvoy, envoy_settings, running_envoy
 from tests.kit.stub_engine import StubEngine
@@ -49,18 +49,14 @@ def serial_in(der: bytes) -> int:
     return x509.load_der_x509_certificate(der).serial_number
 
 
-def server_context(ca: trustme.CA, name: str = NAME) -> ssl.SSLContext:
-    """Return what a part serves with: its certificate, and a certificate of the same CA is asked of callers."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.verify_mode = ssl.CERT_REQUIRED
-    ca.configure_trust(context)
-    ca.issue_cert(name).configure_cert(context)
-    return context
+def context_of(ca: trustme.CA, name: str = NAME) -> ssl.SSLContext:
+    """Return the context of a part, which asks callers for a certificate of the same CA."""
+    return server_context(ca.issue_cert(name), clients=ca)
 
 
 def server_credentials(ca: trustme.CA, name: str = NAME) -> grpc.ServerCredentials:
     leaf = ca.issue_cert(name)
-    pair = (leaf.private_key_pem.bytes(), b"".join(pem.bytes() for pem in leaf.cert_chain_pems))
+    pair = (leaf.private_key_pem.bytes(), chain_of(leaf))
     return grpc.ssl_server_credentials([pair], root_certificates=ca.cert_pem.bytes(), require_client_auth=True)
 
 
@@ -90,9 +86,9 @@ async def running_front(secret: MountedSecret, *, pod=None, plugin=None, gateway
     right = (secret.ca, NAME)
     async with AsyncExitStack() as stack:
         parts = (
-            StubEngine(tls=server_context(*(pod or right))),
+            StubEngine(tls=context_of(*(pod or right))),
             StubProcessor(credentials=server_credentials(*(plugin or right))),
-            StubEngine(tls=server_context(*(gateway or right))),
+            StubEngine(tls=context_of(*(gateway or right))),
         )
         for part in parts:
             await part.start()
@@ -129,9 +125,13 @@ async def test_every_part_behind_envoy_is_spoken_to_with_certificates_of_both_si
         assert {peer["subjectAltName"] for peer in (*front.pod.peers, *front.gateway.peers)} == {(("DNS", NAME),)}
 
 
-@pytest.mark.parametrize("wrong", ["a name of somebody else's", "a CA of somebody else's"])
-async def test_a_pod_with_another_certificate_is_not_spoken_to(secret, wrong):
-    other = (secret.ca, "somebody") if wrong.startswith("a name") else (trustme.CA(), NAME)
+@pytest.fixture(params=["a name of somebody else's", "a CA of somebody else's"])
+def other(request, secret):
+    """CA and name of a certificate that is not the deployment's."""
+    return (secret.ca, "somebody") if request.param.startswith("a name") else (trustme.CA(), NAME)
+
+
+async def test_a_pod_with_another_certificate_is_not_spoken_to(secret, other):
     async with running_front(secret, pod=other) as front:
         await front.envoy.until_healthy(PLUGIN, 1)
         async with front.http.post(f"{front.envoy.url}/v1/completions", data=b"{}") as answer:
@@ -142,9 +142,7 @@ async def test_a_pod_with_another_certificate_is_not_spoken_to(secret, wrong):
         assert await front.envoy.stat(f"cluster.{PODS}.ssl.fail_verify_{'san' if other[0] is secret.ca else 'error'}")
 
 
-@pytest.mark.parametrize("wrong", ["a name of somebody else's", "a CA of somebody else's"])
-async def test_a_plugin_with_another_certificate_is_not_asked(secret, wrong):
-    other = (secret.ca, "somebody") if wrong.startswith("a name") else (trustme.CA(), NAME)
+async def test_a_plugin_with_another_certificate_is_not_asked(secret, other):
     async with running_front(secret, plugin=other) as front:
         await front.envoy.until_healthy(PODS, 1)
         status = await front.post(headers={"x-session-id": "ctx_1"})
@@ -189,13 +187,13 @@ async def test_a_new_ca_is_believed_without_a_restart(secret):
         new = trustme.CA()
         await front.pod.stop()
         # The pod is the first to have a certificate of the new CA, and believes both.
-        front.pod.tls = server_context(new)
+        front.pod.tls = context_of(new)
         secret.ca.configure_trust(front.pod.tls)
         await front.pod.start()
         await front.envoy.until_healthy(PODS, 0)
         leaf = secret.ca.issue_cert(NAME)
         both = secret.ca.cert_pem.bytes() + new.cert_pem.bytes()
-        secret.replace(b"".join(pem.bytes() for pem in leaf.cert_chain_pems), leaf.private_key_pem.bytes(), both)
+        secret.replace(chain_of(leaf), leaf.private_key_pem.bytes(), both)
         await front.envoy.until_healthy(PODS, 1)
 
         assert await front.post() == 200

@@ -16,6 +16,7 @@ import trustme
 from pod_injector import server
 from pod_injector.server import Webhook, serve
 from pod_injector.settings import InjectorSettings
+from tests.kit.certificates import chain_of
 from tests.kit.ports import free_port
 from tests.kit.until import until
 from tests.unit.pod_injector.pods import apply_patch, make_parts, make_pod
@@ -49,7 +50,7 @@ class Injector:
         """Replace the files, as a mounted Secret's are: one after the other."""
         made = ca.issue_cert(HOST)
         made.private_key_pem.write_to_path(str(self.key_file))
-        self.cert_file.write_bytes(b"".join(pem.bytes() for pem in made.cert_chain_pems))
+        self.cert_file.write_bytes(chain_of(made))
 
     @asynccontextmanager
     async def running(self, *, handshake_timeout_s=PATIENCE_S, **changes):

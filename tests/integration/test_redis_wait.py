@@ -40,11 +40,9 @@ async def create(store: SessionStore, said: Repeatable | None = None) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path)
-    server.start()
-    server.command("SCRIPT", "LOAD", _TEXT)
-    yield server
-    server.stop()
+    with ValkeyServer(tmp_path) as server:
+        server.command("SCRIPT", "LOAD", _TEXT)
+        yield server
 
 
 @pytest.fixture

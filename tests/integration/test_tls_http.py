@@ -20,7 +20,7 @@ import contextcache.wire.http_server
 from context_manager.server import manager_server
 from contextcache.wire.tls import WatchedTls
 from gateway.__main__ import serve
-from tests.kit.certificates import NAME, CertificateFiles
+from tests.kit.certificates import NAME, CertificateFiles, client_context, server_context, strangers
 from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_server import RunningManager, settings_for
 from tests.kit.ports import free_port
@@ -56,22 +56,6 @@ async def manager(certificates):
     await manager.start()
     yield manager
     await manager.stop()
-
-
-def server_context(leaf: trustme.LeafCert, *, clients: trustme.CA) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.verify_mode = ssl.CERT_REQUIRED
-    clients.configure_trust(context)
-    leaf.configure_cert(context)
-    return context
-
-
-def client_context(ca: trustme.CA, leaf: trustme.LeafCert | None) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    ca.configure_trust(context)
-    if leaf is not None:
-        leaf.configure_cert(context)
-    return context
 
 
 @asynccontextmanager
@@ -133,12 +117,7 @@ async def completed(port: int, tls: ssl.SSLContext) -> int:
 
 async def test_the_front_answers_certificates_of_the_deployment_only(tmp_path, certificates, engine, manager):
     ca = certificates.ca
-    leaves = {
-        "ours": ca.issue_cert(NAME),
-        "none": None,
-        "another CA's": trustme.CA().issue_cert(NAME),
-        "another name": ca.issue_cert("somebody-else"),
-    }
+    leaves = {"ours": ca.issue_cert(NAME), **strangers(ca)}
     async with running_front(tmp_path, certificates, engine, manager) as (port, _):
         url = f"https://127.0.0.1:{port}/healthz"
         answers = {name: await got(url, tls=client_context(ca, leaf)) for name, leaf in leaves.items()}

@@ -14,7 +14,7 @@ from context_manager.redis_address import redis_tls as tls_of
 from context_manager.redis_connection import RedisConnection
 from context_manager.settings import ManagerSettings
 from contextcache.errors import StoreUnavailable
-from tests.kit.certificates import CertificateFiles
+from tests.kit.certificates import CertificateFiles, server_context
 from tests.kit.valkey import ValkeyServer
 
 DEADLINE_S = 30
@@ -23,10 +23,8 @@ HOST = "127.0.0.1"
 
 @pytest.fixture(scope="module")
 def valkey(tmp_path_factory):
-    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
-    server.start()
-    yield server
-    server.stop()
+    with ValkeyServer(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
 
 
 class TlsRedis:
@@ -34,10 +32,7 @@ class TlsRedis:
 
     def __init__(self, redis_port: int, leaf: trustme.LeafCert, *, clients: trustme.CA) -> None:
         self._redis_port = redis_port
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.verify_mode = ssl.CERT_REQUIRED
-        clients.configure_trust(self._context)
-        leaf.configure_cert(self._context)
+        self._context = server_context(leaf, clients=clients)
         self.shown: list[bytes] = []
         """Certificates of the connections, in their order."""
         self._tasks: set[asyncio.Task] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -10,6 +11,40 @@ import trustme
 from contextcache.process.settings import TlsFiles
 
 NAME = "context-cache"
+
+
+def chain_of(leaf: trustme.LeafCert) -> bytes:
+    """Return a certificate and its issuers below the root, as PEM."""
+    return b"".join(pem.bytes() for pem in leaf.cert_chain_pems)
+
+
+def server_context(leaf: trustme.LeafCert, *, clients: trustme.CA) -> ssl.SSLContext:
+    """Return a context that shows `leaf` and requires certificates of `clients`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_REQUIRED
+    clients.configure_trust(context)
+    leaf.configure_cert(context)
+    return context
+
+
+def client_context(ca: trustme.CA, leaf: trustme.LeafCert | None) -> ssl.SSLContext:
+    """Return a context that trusts `ca` and shows `leaf`, if any."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    ca.configure_trust(context)
+    if leaf is not None:
+        leaf.configure_cert(context)
+    return context
+
+
+def strangers(ca: trustme.CA) -> dict[str, trustme.LeafCert | None]:
+    """Return certificates that no part of a deployment with this CA has."""
+    return {
+        "none": None,
+        "another CA's": trustme.CA().issue_cert(NAME),
+        "another name": ca.issue_cert("somebody-else"),
+        "the name in front of another": ca.issue_cert(f"{NAME}.evil"),
+        "the name of no host": ca.issue_cert("x", common_name=NAME),
+    }
 
 
 class CertificateFiles:
@@ -44,8 +79,7 @@ class CertificateFiles:
     def rotate(self, *, name: str = NAME, days: int = 30) -> trustme.LeafCert:
         """Put a new certificate in place of the one before."""
         leaf = self.ca.issue_cert(name, not_after=datetime.now(UTC) + timedelta(days=days))
-        chain = b"".join(pem.bytes() for pem in leaf.cert_chain_pems)
-        self.replace(chain, leaf.private_key_pem.bytes(), self.ca.cert_pem.bytes())
+        self.replace(chain_of(leaf), leaf.private_key_pem.bytes(), self.ca.cert_pem.bytes())
         return leaf
 
     def replace(self, certificate: bytes, key: bytes, ca: bytes) -> None:

@@ -10,6 +10,7 @@ import sys
 from contextlib import closing
 from importlib import resources
 from pathlib import Path
+from typing import Self
 
 from tests.kit.ports import free_port
 from tests.kit.until import wait_until
@@ -57,6 +58,13 @@ class ValkeyServer:
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def start(self) -> None:
         """Start the server and wait until it answers."""

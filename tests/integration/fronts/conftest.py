@@ -40,7 +40,13 @@ def open_front(front_kind, tmp_path):
 
 
 @pytest.fixture
-async def front(open_front, engine, manager):
+def pod(engine):
+    """The pod behind `front`: an engine alone, unless a file has another."""
+    return engine
+
+
+@pytest.fixture
+async def front(open_front, pod, manager):
     """One pod, `pod-a`, and a real manager."""
-    async with open_front({"pod-a": engine}, manager_port=manager.port) as front:
+    async with open_front({"pod-a": pod}, manager_port=manager.port) as front:
         yield front

@@ -26,12 +26,6 @@ async def pod(tmp_path, manager):
         yield pod
 
 
-@pytest.fixture
-async def front(open_front, pod, manager):
-    async with open_front({"pod-a": pod}, manager_port=manager.port) as front:
-        yield front
-
-
 async def told(asking, status: int = 200) -> dict:
     async with asking as answer:
         body = await answer.read()

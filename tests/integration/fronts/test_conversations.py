@@ -46,12 +46,6 @@ async def pod(tmp_path, manager, pods):
 
 
 @pytest.fixture
-async def front(open_front, pod, manager):
-    async with open_front({"pod-a": pod}, manager_port=manager.port) as front:
-        yield front
-
-
-@pytest.fixture
 async def client(front):
     async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key=KEY, max_retries=0) as client:
         yield client

@@ -20,12 +20,6 @@ async def pod(tmp_path, manager):
         yield pod
 
 
-@pytest.fixture
-async def front(open_front, pod, manager):
-    async with open_front({"pod-a": pod}, manager_port=manager.port) as front:
-        yield front
-
-
 def orders(pod):
     sent = [body["kv_transfer_params"]["context_cache"] for body in pod.engine.generations()]
     return [verify_kv_transfer(token, SECRET) for token in sent]

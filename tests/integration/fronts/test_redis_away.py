@@ -22,10 +22,8 @@ from tests.kit.valkey import ValkeyServer
 def valkey(tmp_path):
     directory = tmp_path / "valkey"
     directory.mkdir()
-    server = ValkeyServer(directory)
-    server.start()
-    yield server
-    server.stop()
+    with ValkeyServer(directory) as server:
+        yield server
 
 
 @pytest.fixture

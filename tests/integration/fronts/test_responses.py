@@ -19,12 +19,6 @@ async def pod(tmp_path, manager):
         yield pod
 
 
-@pytest.fixture
-async def front(open_front, pod, manager):
-    async with open_front({"pod-a": pod}, manager_port=manager.port) as front:
-        yield front
-
-
 def post(front, given="Hi", *, headers=None, **body):
     return front.post("/v1/responses", {"model": MODEL, "input": given, **body}, headers=headers)
 

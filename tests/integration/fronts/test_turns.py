@@ -23,12 +23,6 @@ async def pod(tmp_path, manager):
         yield pod
 
 
-@pytest.fixture
-async def front(open_front, pod, manager):
-    async with open_front({"pod-a": pod}, manager_port=manager.port) as front:
-        yield front
-
-
 async def asked(front, path, *, headers=None, **body):
     async with front.post(path, {"model": MODEL, **body}, headers=headers) as answer:
         assert answer.status == 200, await answer.read()

@@ -106,6 +106,14 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path):
     assert Reloaded(first, second, read=read, name="pair").value == "bbbb"
 
 
+def test_files_that_never_stand_still_are_given_up(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+
+    with pytest.raises(ValueError, match="faster than it can be read"):
+        Reloaded(path, read=lambda: path.write_text(f"{path.read_text()}x"), name="file")
+
+
 def test_a_file_without_a_good_content_is_refused_at_the_start(tmp_path):
     path = tmp_path / "number"
 

@@ -65,17 +65,12 @@ def test_a_certificate_says_when_it_ends(files, metrics):
     assert value(metrics, "expiry_timestamp_seconds") == END.timestamp()
 
 
-def test_files_that_did_not_change_are_not_read(files, metrics):
-    assert open_certificate(*files, metrics).look() is False
-
-
 def test_new_files_are_read(files, metrics):
     certificate = open_certificate(*files, metrics)
     issue(files, not_after=END + dt.timedelta(days=1))
 
     assert certificate.look() is True
     assert value(metrics, "expiry_timestamp_seconds") == END.timestamp() + 86_400
-    assert certificate.look() is False
 
 
 @pytest.mark.parametrize("damage", ["text", "other key", "other certificate", "missing"])
