@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
+from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
 from contextcache.model import Manifest
 from kv_sidecar.moving.pulling import Peer, PulledFile
 from kv_sidecar.sealed.prefixes import Found, PrefixQuestion
 from kv_sidecar.tiers.store import Buffer
-from tests.kit.kv_blocks import SidecarUnderTest
+from tests.kit.kv_blocks import FINGERPRINT, SidecarUnderTest
 
 
 class CatalogPeer(Peer):
@@ -88,3 +91,32 @@ def _open_gate() -> asyncio.Event:
     gate = asyncio.Event()
     gate.set()
     return gate
+
+
+@dataclass
+class PeerPods:
+    """Two sidecars: `here` may pull from `there` by way of `peer`."""
+
+    here: SidecarUnderTest
+    there: SidecarUnderTest
+    peer: CatalogPeer
+    clock: ManualClock
+
+    async def ended(self) -> None:
+        """Return when no pull is going on."""
+        await asyncio.gather(*self.here.sidecar.pulls._tasks, return_exceptions=True)
+
+
+Pods = TypeVar("Pods", bound=PeerPods)
+
+
+@asynccontextmanager
+async def peer_pods(root: Path, kind: type[Pods], **settings: Any) -> AsyncIterator[Pods]:
+    """Run two sidecars. `settings`: of `here`, which has an engine of one rank."""
+    clock = ManualClock()
+    async with SidecarUnderTest(root / "there", clock=clock) as there:
+        peer = CatalogPeer(there)
+        settings = {"connect_peer": peer.connect, "peers": ("10.0.0.0/24",), **settings}
+        async with SidecarUnderTest(root / "here", clock=clock, **settings) as here:
+            here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
+            yield kind(here, there, peer, clock)

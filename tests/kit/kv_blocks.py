@@ -12,6 +12,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock, ManualClock
+from contextcache.errors import CacheRefNotFound
 from contextcache.model import KVGroup, Manifest
 from contextcache.names import new_cache_ref
 from kv_sidecar.format.block_file import BlockFile, BlockFileWriter, BlockMeta, parse_block_file
@@ -179,6 +180,14 @@ class SidecarUnderTest:
         await self.send_all(new)
         assert await self.catalog.seal(new.cache_ref, new.rank)
         return new
+
+    async def has(self, new: NewSave) -> bool:
+        """Open a context; return whether that succeeded."""
+        try:
+            await self.catalog.open(new.tenant, new.cache_ref)
+        except CacheRefNotFound:
+            return False
+        return True
 
     async def load(self, new: NewSave, *, in_slots: bool | None = None) -> list[str]:
         """Load all blocks of a context's rank, check every byte, return the tiers."""

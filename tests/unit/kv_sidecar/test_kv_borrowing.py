@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from kv_sidecar.moving.pulling import Wanted
 from kv_sidecar.recent import BEGINNINGS_MAX, Beginnings
 from kv_sidecar.sealed.manifests import STAYS_MS
 from kv_sidecar.sealed.prefixes import Found, PrefixQuestion
-from tests.kit.catalog_peer import CatalogPeer
+from tests.kit.catalog_peer import CatalogPeer, PeerPods, peer_pods
 from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, SidecarUnderTest
 
 DOCUMENT = tuple(range(1, 23))
@@ -27,14 +27,8 @@ DOCUMENT = tuple(range(1, 23))
 PEER = "10.0.0.7:50061"
 
 
-@dataclass
-class Pods:
+class Pods(PeerPods):
     """`there` has KV; `here` is asked."""
-
-    here: SidecarUnderTest
-    there: SidecarUnderTest
-    peer: CatalogPeer
-    clock: ManualClock
 
     async def find(
         self, prompt: tuple[int, ...], *, peer: str = PEER, tenant: str = TENANT, **more: Any
@@ -45,24 +39,14 @@ class Pods:
         question = PrefixQuestion(tenant, FINGERPRINT, pack_token_ids(prompt), **more)
         return list(await prefixes.find(question, peer=peer))
 
-    async def ended(self) -> None:
-        await asyncio.gather(*self.here.sidecar.pulls._tasks, return_exceptions=True)
-
     def counted(self, verdict: str) -> float:
         return self.here.counted("peer_matches_total", source="peer", found=verdict)
 
 
 @pytest.fixture
 async def pods(tmp_path: Path) -> AsyncIterator[Pods]:
-    clock = ManualClock()
-    async with SidecarUnderTest(tmp_path / "there", clock=clock) as there:
-        peer = CatalogPeer(there)
-        here = SidecarUnderTest(
-            tmp_path / "here", clock=clock, connect_peer=peer.connect, peers=("10.0.0.0/24",), max_pulls=2
-        )
-        async with here:
-            here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
-            yield Pods(here, there, peer, clock)
+    async with peer_pods(tmp_path, Pods, max_pulls=2) as pods:
+        yield pods
 
 
 async def test_a_document_known_elsewhere_comes_in_whole_blocks_under_a_name_of_its_own(pods: Pods) -> None:

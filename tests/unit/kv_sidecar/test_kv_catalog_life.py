@@ -4,7 +4,7 @@ import asyncio
 import gc
 import shutil
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -41,15 +41,9 @@ FILE_BYTES = 832
 """A little more than a block file of these tests."""
 
 
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
 @pytest.fixture(params=[True, False], ids=["slots", "frames"])
-async def kv(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> AsyncIterator[SidecarUnderTest]:
-    async with SidecarUnderTest(tmp_path, clock=clock, slots=request.param) as kv:
-        yield kv
+def kv_settings(request: pytest.FixtureRequest) -> dict[str, object]:
+    return {"slots": request.param}
 
 
 async def test_deleting_the_only_context_leaves_no_byte_in_any_tier(kv: SidecarUnderTest) -> None:

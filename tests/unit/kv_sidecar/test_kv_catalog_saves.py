@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,18 +35,12 @@ PROMPT = tuple(range(10))
 """Two whole blocks of four tokens and a tail of two."""
 
 
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
 @pytest.fixture(params=[True, False], ids=["slots", "frames"])
-async def kv(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> AsyncIterator[SidecarUnderTest]:
-    async with SidecarUnderTest(tmp_path, clock=clock, slots=request.param) as kv:
-        yield kv
+def kv_settings(request: pytest.FixtureRequest) -> dict[str, object]:
+    return {"slots": request.param}
 
 
-nothing_is_sent = pytest.mark.parametrize("kv", [True], indirect=True, ids=["slots"])
+nothing_is_sent = pytest.mark.parametrize("kv_settings", [{"slots": True}], ids=["slots"])
 """The two ways of the bytes are one here."""
 
 

@@ -111,35 +111,33 @@ async def test_any_mixture_serves_only_right_bytes_and_ends_clean(tmp_path: Path
 
 
 async def test_a_delete_removes_a_block_whose_step_ends_during_the_removal_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kv: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with SidecarUnderTest(tmp_path) as kv:
-        new = await kv.save(tuple(range(10)))
-        last = kv.blocks.get(all_keys(kv.plan(new))[-1])
-        step = kv.blocks.step("read", last)
-        step.__enter__()
-        write = kv.sidecar.threads.write
+    new = await kv.save(tuple(range(10)))
+    last = kv.blocks.get(all_keys(kv.plan(new))[-1])
+    step = kv.blocks.step("read", last)
+    step.__enter__()
+    write = kv.sidecar.threads.write
 
-        async def end_step_first(act: Any, *args: Any) -> Any:
-            result = await write(act, *args)
-            if act == kv.sidecar.tiers._delete and last.over is not None:
-                step.__exit__(None, None, None)
-            return result
+    async def end_step_first(act: Any, *args: Any) -> Any:
+        result = await write(act, *args)
+        if act == kv.sidecar.tiers._delete and last.over is not None:
+            step.__exit__(None, None, None)
+        return result
 
-        monkeypatch.setattr(kv.sidecar.threads, "write", end_step_first)
-        await kv.catalog.delete(TENANT, new.session_id, [])
+    monkeypatch.setattr(kv.sidecar.threads, "write", end_step_first)
+    await kv.catalog.delete(TENANT, new.session_id, [])
 
-        assert kv.block_files() == set()
+    assert kv.block_files() == set()
 
 
-async def test_a_delete_does_not_wait_for_the_reads_of_blocks_that_another_context_has(tmp_path: Path) -> None:
+async def test_a_delete_does_not_wait_for_the_reads_of_blocks_that_another_context_has(kv: SidecarUnderTest) -> None:
     """Seen failing: it waited for a moment in which nobody read them."""
-    async with SidecarUnderTest(tmp_path) as kv:
-        stays, goes = [await kv.save((*range(8), last), session_id=f"ctx_{last}") for last in (91, 92)]
-        shared = kv.blocks.get(all_keys(kv.plan(stays))[0])
-        assert shared is not None
-        with kv.blocks.step("read", shared):
-            async with asyncio.timeout(30):
-                await kv.catalog.delete(TENANT, goes.session_id, [])
+    stays, goes = [await kv.save((*range(8), last), session_id=f"ctx_{last}") for last in (91, 92)]
+    shared = kv.blocks.get(all_keys(kv.plan(stays))[0])
+    assert shared is not None
+    with kv.blocks.step("read", shared):
+        async with asyncio.timeout(30):
+            await kv.catalog.delete(TENANT, goes.session_id, [])
 
-        assert kv.block_files() == set(all_keys(kv.plan(stays)))
+    assert kv.block_files() == set(all_keys(kv.plan(stays)))

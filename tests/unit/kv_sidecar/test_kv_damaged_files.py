@@ -112,37 +112,35 @@ async def found(kv: SidecarUnderTest, token_ids: tuple[int, ...] = PROMPT) -> li
 @KINDS
 @pytest.mark.parametrize("session_id", ["ctx_damaged", f"{KEPT_PREFIX}damaged"])
 async def test_a_lookup_that_reaches_a_damaged_manifest_finds_the_intact_kv_behind_it(
-    tmp_path: Path, damage: Callable[[Path], None], session_id: str
+    kv: SidecarUnderTest, damage: Callable[[Path], None], session_id: str
 ) -> None:
-    async with SidecarUnderTest(tmp_path) as kv:
-        bad = await kv.save(DAMAGED, session_id=session_id)
-        good = await kv.save(INTACT, session_id="ctx_intact")
-        await forget_manifests(kv)
-        damage(manifest_path(kv, bad))
+    bad = await kv.save(DAMAGED, session_id=session_id)
+    good = await kv.save(INTACT, session_id="ctx_intact")
+    await forget_manifests(kv)
+    damage(manifest_path(kv, bad))
 
-        assert (await found(kv))[0] == (good.cache_ref, SHARED)
-        assert await kv.load(good)
+    assert (await found(kv))[0] == (good.cache_ref, SHARED)
+    assert await kv.load(good)
 
 
 @KINDS
 async def test_a_damaged_manifest_is_put_aside_counted_and_saved_anew(
-    tmp_path: Path, damage: Callable[[Path], None]
+    kv: SidecarUnderTest, damage: Callable[[Path], None]
 ) -> None:
-    async with SidecarUnderTest(tmp_path) as kv:
-        bad = await kv.save(DAMAGED, session_id="ctx_damaged")
-        path = manifest_path(kv, bad)
-        await forget_manifests(kv)
-        damage(path)
-        assert await found(kv) == []
-        assert await found(kv) == []
+    bad = await kv.save(DAMAGED, session_id="ctx_damaged")
+    path = manifest_path(kv, bad)
+    await forget_manifests(kv)
+    damage(path)
+    assert await found(kv) == []
+    assert await found(kv) == []
 
-        assert not os.path.lexists(path)
-        assert [it.name for it in kv.sidecar.directory.quarantine.iterdir()] == [path.name]
-        assert kv.counted("quarantined_files_total") == kv.sidecar.directory.num_quarantined == 1
-        with pytest.raises(CacheRefNotFound):
-            await kv.load(bad)
-        again = await kv.save(DAMAGED, session_id="ctx_damaged")
-        assert await found(kv) == [(again.cache_ref, SHARED)]
+    assert not os.path.lexists(path)
+    assert [it.name for it in kv.sidecar.directory.quarantine.iterdir()] == [path.name]
+    assert kv.counted("quarantined_files_total") == kv.sidecar.directory.num_quarantined == 1
+    with pytest.raises(CacheRefNotFound):
+        await kv.load(bad)
+    again = await kv.save(DAMAGED, session_id="ctx_damaged")
+    assert await found(kv) == [(again.cache_ref, SHARED)]
 
 
 @KINDS

@@ -132,14 +132,13 @@ async def test_a_fault_that_passes_puts_nothing_aside(
 
 
 async def test_a_touch_meets_a_fault_that_passes_and_leaves_the_context(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kv: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with SidecarUnderTest(tmp_path) as kv:
-        new = await kv.save(TEN)
-        with unreadable(monkeypatch, name_of(kv, new, "manifest"), errno.EMFILE), pytest.raises(SidecarUnavailable):
-            await kv.catalog.touch(TENANT, new.session_id, new.expires_at_ms + 1)
+    new = await kv.save(TEN)
+    with unreadable(monkeypatch, name_of(kv, new, "manifest"), errno.EMFILE), pytest.raises(SidecarUnavailable):
+        await kv.catalog.touch(TENANT, new.session_id, new.expires_at_ms + 1)
 
-        assert await kv.load(new)
+    assert await kv.load(new)
 
 
 async def test_a_start_that_meets_a_fault_that_passes_fails_and_the_next_one_serves(
@@ -183,20 +182,18 @@ async def test_a_start_that_cannot_look_into_a_directory_for_a_moment_loses_noth
 
 
 async def test_a_pass_goes_on_where_what_was_used_cannot_be_read_for_a_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kv: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = ManualClock()
-    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
-        kept = await kv.save(TEN, session_id=f"{KEPT_PREFIX}1")
-        until_ms = kept.expires_at_ms + 3_600_000
-        await kv.catalog.match_prefix(PrefixQuestion(TENANT, FINGERPRINT, pack_token_ids(TEN), 1, until_ms))
-        with unreadable(monkeypatch, name_of(kv, kept, "manifest"), errno.EMFILE):
-            await kv.catalog.collect()
+    kept = await kv.save(TEN, session_id=f"{KEPT_PREFIX}1")
+    until_ms = kept.expires_at_ms + 3_600_000
+    await kv.catalog.match_prefix(PrefixQuestion(TENANT, FINGERPRINT, pack_token_ids(TEN), 1, until_ms))
+    with unreadable(monkeypatch, name_of(kv, kept, "manifest"), errno.EMFILE):
         await kv.catalog.collect()
+    await kv.catalog.collect()
 
-        record = kv.catalog.manifests.get(kept.cache_ref)
-        assert record is not None
-        assert record.expires_at_ms == until_ms
+    record = kv.catalog.manifests.get(kept.cache_ref)
+    assert record is not None
+    assert record.expires_at_ms == until_ms
 
 
 @pytest.mark.parametrize("number", [*PASSING, errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)

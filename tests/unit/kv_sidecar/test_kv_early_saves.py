@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +17,6 @@ from tests.kit.kv_blocks import SESSION, TENANT, SidecarUnderTest, new_save
 
 TOKENS = tuple(range(1, 19))
 """Four whole files of four tokens, and a tail of two."""
-
-
-@pytest.fixture
-async def kv(tmp_path: Path) -> AsyncIterator[SidecarUnderTest]:
-    async with SidecarUnderTest(tmp_path) as kv:
-        yield kv
 
 
 def ahead(kv: SidecarUnderTest, num_tokens: int, ref: CacheRef, **fields: object) -> NewSave:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, KeyNotAtHand
+from contextcache.model import MAX_TTL_S
+from contextcache.names import KEPT_PREFIX
 from kv_sidecar.store.encryption import MAGIC, StoreKeys, key_id_of, opened
-from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
+from tests.kit.kv_blocks import TENANT, brought, written
+from tests.kit.shared_store import NamedRefs
 from tests.kit.store_keys import write_store_keys
 
 NAME = f"{TENANT}/blocks/x"
@@ -32,24 +32,8 @@ def keys_of(tmp_path: Path) -> Callable[..., StoreKeys]:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(round(time.time() * 1000))
-
-
-@pytest.fixture
-def pod(tmp_path: Path, clock: ManualClock) -> Callable[..., object]:
-    """Return a running sidecar with a disk of its own over the one store, with these keys."""
-
-    @asynccontextmanager
-    async def running(name: str, keys: dict[str, list[str]] | None, **more: object) -> AsyncIterator[SidecarUnderTest]:
-        if keys is not None:
-            more["store_keys_file"] = write_store_keys(tmp_path / f"{name}.keys", keys)
-        more = {"store_url": f"file://{tmp_path}/store", "store_grace_s": 60, "store_interval_s": 10} | more
-        async with SidecarUnderTest(tmp_path / name, clock=clock, **more) as kv:
-            kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
-            yield kv
-
-    return running
+def kv_settings() -> dict[str, object]:
+    return {"store_grace_s": 60, "store_interval_s": 10}
 
 
 def stored(tmp_path: Path, kind: str = "") -> list[Path]:
@@ -214,19 +198,25 @@ async def test_a_pod_without_the_key_misses_counts_it_and_removes_nothing_that_o
         assert await kv.load(new) == ["object"] * 3
 
 
-class SaysNothingIsNamed:
-    """A manager that knows no session."""
-
-    async def orphans(self, held):
-        return list(range(len(held)))
-
-
 async def test_what_nobody_can_open_goes_when_no_session_names_it(pod, clock, tmp_path):
     async with pod("a", {TENANT: ["1"]}) as kv:
         await kv.save(TEN)
         await written(kv)
-    async with pod("b", {TENANT: ["2"]}, manager=SaysNothingIsNamed()) as kv:
+    async with pod("b", {TENANT: ["2"]}, manager=NamedRefs()) as kv:
         for _ in range(2):
             clock.advance(s=120)
             await kv.sidecar.collect_shared()
+    assert stored(tmp_path) == []
+
+
+async def test_what_nobody_can_decrypt_ends_when_nothing_may_live_longer(pod, clock, tmp_path):
+    async with pod("a", {TENANT: ["1"]}) as kv:
+        await kv.save(TEN, session_id=f"{KEPT_PREFIX}1")
+        await written(kv)
+    async with pod("b", {TENANT: ["2"]}) as kv:
+        clock.advance(s=MAX_TTL_S - 60)
+        await kv.sidecar.collect_shared()
+        assert len(stored(tmp_path, "manifests")) == 1
+        clock.advance(s=120)
+        await kv.sidecar.collect_shared()
     assert stored(tmp_path) == []

@@ -35,30 +35,29 @@ def applied(view: EventView, fold: Fold) -> dict[str, int]:
 
 
 async def test_a_sealed_block_is_announced_with_its_tokens_and_removed_when_its_last_context_goes(
-    tmp_path: Path,
+    kv: SidecarUnderTest,
 ) -> None:
     """Seen failing: when a block is announced before its manifest, and when the first delete removes a shared block."""
-    async with SidecarUnderTest(tmp_path) as kv:
-        view, fold = watched(kv), Fold()
-        new = new_save(PROMPT, now_ms=kv.clock.now_ms())
-        await kv.send_all(new)
-        assert applied(view, fold) == {"STORAGE": 0, "CPU": 0}
-        await kv.catalog.seal(new.cache_ref, 0)
-        events = view.take(1)
-        fold.apply(events)
+    view, fold = watched(kv), Fold()
+    new = new_save(PROMPT, now_ms=kv.clock.now_ms())
+    await kv.send_all(new)
+    assert applied(view, fold) == {"STORAGE": 0, "CPU": 0}
+    await kv.catalog.seal(new.cache_ref, 0)
+    events = view.take(1)
+    fold.apply(events)
 
-        assert [event["token_ids"] for event in events] == [PROMPT[:4], PROMPT[:4]]
-        assert [event["medium"] for event in events] == ["STORAGE", "CPU"]
-        assert (events[0]["parent_block_hash"], events[0]["block_size"], events[0]["group_idx"]) == (None, 4, 0)
-        assert events[0]["kv_cache_spec_kind"] == "full_attention"
-        assert applied(view, fold) == {"STORAGE": 2, "CPU": 2}
-        other = await kv.save((*PROMPT[:4], 50, 51, 52, 53), session_id="ctx_2")
-        assert applied(view, fold) == {"STORAGE": 3, "CPU": 3}
-        await kv.catalog.delete(TENANT, "", [new.cache_ref])
-        assert applied(view, fold) == {"STORAGE": 2, "CPU": 2}
-        await kv.catalog.delete(TENANT, "", [other.cache_ref])
-        assert applied(view, fold) == {"STORAGE": 0, "CPU": 0}
-        assert not view._known
+    assert [event["token_ids"] for event in events] == [PROMPT[:4], PROMPT[:4]]
+    assert [event["medium"] for event in events] == ["STORAGE", "CPU"]
+    assert (events[0]["parent_block_hash"], events[0]["block_size"], events[0]["group_idx"]) == (None, 4, 0)
+    assert events[0]["kv_cache_spec_kind"] == "full_attention"
+    assert applied(view, fold) == {"STORAGE": 2, "CPU": 2}
+    other = await kv.save((*PROMPT[:4], 50, 51, 52, 53), session_id="ctx_2")
+    assert applied(view, fold) == {"STORAGE": 3, "CPU": 3}
+    await kv.catalog.delete(TENANT, "", [new.cache_ref])
+    assert applied(view, fold) == {"STORAGE": 2, "CPU": 2}
+    await kv.catalog.delete(TENANT, "", [other.cache_ref])
+    assert applied(view, fold) == {"STORAGE": 0, "CPU": 0}
+    assert not view._known
 
 
 async def test_a_copy_in_memory_that_makes_room_is_removed_there_alone(tmp_path: Path) -> None:
@@ -73,19 +72,18 @@ async def test_a_copy_in_memory_that_makes_room_is_removed_there_alone(tmp_path:
         assert counts["CPU"] == len(kv.in_memory()) < 40
 
 
-async def test_a_block_that_only_a_lease_keeps_is_removed(tmp_path: Path) -> None:
+async def test_a_block_that_only_a_lease_keeps_is_removed(kv: SidecarUnderTest) -> None:
     """Seen failing: when a block without a manifest counts as stored."""
-    async with SidecarUnderTest(tmp_path) as kv:
-        view, fold = watched(kv), Fold()
-        new = await kv.save(PROMPT)
-        keys = [key for key in kv.block_files() if key.kind == "block"]
-        kv.blocks.hold(keys, "lease")
-        assert applied(view, fold) == {"STORAGE": 2, "CPU": 2}
-        await kv.catalog.delete(TENANT, "", [new.cache_ref])
+    view, fold = watched(kv), Fold()
+    new = await kv.save(PROMPT)
+    keys = [key for key in kv.block_files() if key.kind == "block"]
+    kv.blocks.hold(keys, "lease")
+    assert applied(view, fold) == {"STORAGE": 2, "CPU": 2}
+    await kv.catalog.delete(TENANT, "", [new.cache_ref])
 
-        assert applied(view, fold) == {"STORAGE": 0, "CPU": 0}
-        assert set(keys) <= kv.block_files()
-        kv.blocks.let_go(keys, "lease")
+    assert applied(view, fold) == {"STORAGE": 0, "CPU": 0}
+    assert set(keys) <= kv.block_files()
+    kv.blocks.let_go(keys, "lease")
 
 
 async def test_a_file_that_vanished_is_removed_and_announced_when_another_save_brings_it(tmp_path: Path) -> None:
@@ -108,29 +106,27 @@ async def test_a_file_that_vanished_is_removed_and_announced_when_another_save_b
         assert applied(view, fold) == {"STORAGE": 2, "CPU": 0}
 
 
-async def test_a_tenant_that_is_not_listed_and_kv_of_an_adapter_are_left_out(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path) as kv:
-        view, fold = watched(kv, "listed"), Fold()
-        await kv.save(PROMPT)
-        await kv.save(PROMPT, tenant="listed", session_id="ctx_2", fingerprint=f"{FINGERPRINT}+{'a' * 32}")
-        assert not view.changed.is_set()
-        await kv.save(PROMPT, tenant="listed", session_id="ctx_3")
+async def test_a_tenant_that_is_not_listed_and_kv_of_an_adapter_are_left_out(kv: SidecarUnderTest) -> None:
+    view, fold = watched(kv, "listed"), Fold()
+    await kv.save(PROMPT)
+    await kv.save(PROMPT, tenant="listed", session_id="ctx_2", fingerprint=f"{FINGERPRINT}+{'a' * 32}")
+    assert not view.changed.is_set()
+    await kv.save(PROMPT, tenant="listed", session_id="ctx_3")
 
-        assert applied(view, fold) == {"STORAGE": 2, "CPU": 2}
+    assert applied(view, fold) == {"STORAGE": 2, "CPU": 2}
 
 
-async def test_a_block_of_two_ranks_is_announced_once_both_have_it(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path) as kv:
-        view, fold = watched(kv), Fold()
-        new = await _saved_by_two_ranks(kv)
-        assert applied(view, fold) == {"STORAGE": 2, "CPU": 2}
-        block = kv.blocks.get(next(key for key in kv.in_memory() if key.kind == "block" and key.rank == 1))
-        with kv.blocks.step("read", block):
-            kv.blocks.drop_copy(block)
+async def test_a_block_of_two_ranks_is_announced_once_both_have_it(kv: SidecarUnderTest) -> None:
+    view, fold = watched(kv), Fold()
+    new = await _saved_by_two_ranks(kv)
+    assert applied(view, fold) == {"STORAGE": 2, "CPU": 2}
+    block = kv.blocks.get(next(key for key in kv.in_memory() if key.kind == "block" and key.rank == 1))
+    with kv.blocks.step("read", block):
+        kv.blocks.drop_copy(block)
 
-        assert applied(view, fold) == {"STORAGE": 2, "CPU": 1}
-        await kv.catalog.delete(TENANT, "", [new.cache_ref])
-        assert applied(view, fold) == {"STORAGE": 0, "CPU": 0}
+    assert applied(view, fold) == {"STORAGE": 2, "CPU": 1}
+    await kv.catalog.delete(TENANT, "", [new.cache_ref])
+    assert applied(view, fold) == {"STORAGE": 0, "CPU": 0}
 
 
 async def _saved_by_two_ranks(kv: SidecarUnderTest):

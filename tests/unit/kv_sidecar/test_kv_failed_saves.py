@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -19,12 +18,6 @@ from kv_sidecar.saves import FailedSave
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))
-
-
-@pytest.fixture
-async def kv(tmp_path: Path) -> AsyncIterator[SidecarUnderTest]:
-    async with SidecarUnderTest(tmp_path) as kv:
-        yield kv
 
 
 async def test_who_waits_for_a_save_learns_at_once_that_it_was_given_up(kv: SidecarUnderTest) -> None:

@@ -6,7 +6,6 @@ one's; with `format` 1 refused, what a release before has stored is gone at the 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,15 +32,9 @@ STATE = KVGroup("state", 4, ((7, 8), (17, 18)), 0, "c0" * 8)
 GROUPS = (FULL, WINDOW)
 
 
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture(params=[True, False], ids=["shared-memory", "frames"])
-async def kv(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> AsyncIterator[SidecarUnderTest]:
-    async with SidecarUnderTest(tmp_path, clock=clock, slots=request.param) as kv:
-        yield kv
+@pytest.fixture(params=[True, False], ids=["slots", "frames"])
+def kv_settings(request: pytest.FixtureRequest) -> dict[str, object]:
+    return {"slots": request.param}
 
 
 def has_nothing(kv: SidecarUnderTest) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,14 +27,8 @@ LIFE_S = 600
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-async def kv(tmp_path: Path, clock: ManualClock) -> AsyncIterator[SidecarUnderTest]:
-    async with SidecarUnderTest(tmp_path, clock=clock, manager=FakeManager(), orphan_after_s=AFTER_S) as kv:
-        yield kv
+def kv_settings() -> dict[str, object]:
+    return {"manager": FakeManager(), "orphan_after_s": AFTER_S}
 
 
 def announced(kv: SidecarUnderTest, num_tokens: int = len(TOKENS), **fields: object) -> NewSave:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from contextcache.clock import ManualClock
-from contextcache.errors import CacheRefNotFound, ContextExists, ContextQuotaExceeded, StorageFull
+from contextcache.errors import ContextExists, ContextQuotaExceeded, StorageFull
 from contextcache.names import KEPT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.retention import GROUP_MAX
@@ -31,29 +31,15 @@ async def keep(kv: SidecarUnderTest, token_ids: tuple[int, ...], group: str = GR
     return await kv.save(token_ids, session_id=group, **fields)
 
 
-async def is_there(kv: SidecarUnderTest, new: NewSave) -> bool:
-    try:
-        await kv.catalog.open(new.tenant, new.cache_ref)
-    except CacheRefNotFound:
-        return False
-    return True
-
-
 async def match(kv: SidecarUnderTest, token_ids: tuple[int, ...], *, life_ms: int = 0) -> list[str]:
     expires_at_ms = kv.clock.now_ms() + life_ms if life_ms else 0
     question = PrefixQuestion(TENANT, FINGERPRINT, pack_token_ids(token_ids), 1, expires_at_ms)
     return [one.cache_ref for one in await kv.catalog.match_prefix(question)]
 
 
-@pytest.fixture
-async def kv(tmp_path: Path):
-    async with SidecarUnderTest(tmp_path, clock=ManualClock()) as kv:
-        yield kv
-
-
 async def test_of_one_conversation_the_newest_answer_s_kv_is_left(kv: SidecarUnderTest) -> None:
     saved = [await keep(kv, token_ids) for token_ids in TURNS]
-    assert [await is_there(kv, new) for new in saved] == [False, False, True]
+    assert [await kv.has(new) for new in saved] == [False, False, True]
     assert kv.counted("replaced_contexts_total") == 2
     assert {key.name for key in kv.block_files() if key.kind == "tail"} <= {saved[-1].cache_ref}
 
@@ -62,8 +48,8 @@ async def test_what_the_new_one_does_not_begin_with_stays_beside_it_in_its_group
     first = await keep(kv, (*TURNS[0], 77))
     await keep(kv, TURNS[1], group=f"{KEPT_PREFIX}other")
     second = await keep(kv, TURNS[2])
-    assert await is_there(kv, first)
-    assert await is_there(kv, second)
+    assert await kv.has(first)
+    assert await kv.has(second)
 
 
 async def test_what_somebody_was_told_of_goes_when_its_time_to_load_is_over(kv: SidecarUnderTest) -> None:
@@ -74,7 +60,7 @@ async def test_what_somebody_was_told_of_goes_when_its_time_to_load_is_over(kv: 
     assert await kv.load(first)
     kv.clock.advance(ms=STAYS_MS)  # type: ignore[attr-defined]  # a ManualClock
     await kv.catalog.collect()
-    assert not await is_there(kv, first)
+    assert not await kv.has(first)
 
 
 async def test_equal_requests_leave_one(kv: SidecarUnderTest) -> None:
@@ -96,7 +82,7 @@ async def test_a_context_of_the_same_tokens_is_not_taken_for_kept_kv(kv: Sidecar
 
 async def test_a_group_is_bounded(kv: SidecarUnderTest) -> None:
     saved = [await keep(kv, tokens(number)) for number in range(GROUP_MAX + 5)]
-    assert [await is_there(kv, new) for new in saved] == [False] * 5 + [True] * GROUP_MAX
+    assert [await kv.has(new) for new in saved] == [False] * 5 + [True] * GROUP_MAX
 
 
 async def test_what_is_used_lives_on_and_what_is_not_ends(tmp_path: Path) -> None:
@@ -110,7 +96,7 @@ async def test_what_is_used_lives_on_and_what_is_not_ends(tmp_path: Path) -> Non
         clock.advance(ms=TTL_MS // 2)
         await kv.catalog.collect()
         assert await kv.load(used)
-        assert not await is_there(kv, unused)
+        assert not await kv.has(unused)
 
 
 async def test_the_manager_is_never_asked_about_kept_kv(kv: SidecarUnderTest) -> None:
@@ -125,8 +111,8 @@ async def test_a_full_disk_of_kept_kv_refuses_no_context(tmp_path: Path) -> None
         for number in range(9):
             await match(kv, tokens(number))
         contexts = [await kv.save(tokens(100 + number), session_id=f"ctx_{number}") for number in range(8)]
-        assert all([await is_there(kv, new) for new in contexts])
-        assert not any([await is_there(kv, new) for new in kept[:7]])
+        assert all([await kv.has(new) for new in contexts])
+        assert not any([await kv.has(new) for new in kept[:7]])
 
 
 async def test_kept_kv_takes_no_context_s_room(tmp_path: Path) -> None:
@@ -134,7 +120,7 @@ async def test_kept_kv_takes_no_context_s_room(tmp_path: Path) -> None:
         contexts = [await kv.save(tokens(number), session_id=f"ctx_{number}") for number in range(9)]
         with pytest.raises(StorageFull):
             await keep(kv, tokens(200))
-        assert all([await is_there(kv, new) for new in contexts])
+        assert all([await kv.has(new) for new in contexts])
 
 
 async def test_of_kept_kv_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
@@ -143,8 +129,8 @@ async def test_of_kept_kv_what_was_used_longest_ago_goes_first(tmp_path: Path) -
         await match(kv, tokens(0))
         for number in range(9, 13):
             await keep(kv, tokens(number), group=f"{KEPT_PREFIX}{number}")
-        assert await is_there(kv, kept[0])
-        assert not await is_there(kv, kept[1])
+        assert await kv.has(kept[0])
+        assert not await kv.has(kept[1])
 
 
 async def test_a_tenant_at_its_limit_loses_kept_kv_and_not_a_context(tmp_path: Path) -> None:
@@ -215,7 +201,7 @@ async def test_a_collector_that_can_write_nothing_frees_all_the_same(
     await kv.catalog.collect()
     kv.clock.advance(ms=TTL_MS * 3 // 4)  # type: ignore[attr-defined]
     await kv.catalog.collect()
-    assert (await is_there(kv, expired), await is_there(kv, used)) == (False, True)
+    assert (await kv.has(expired), await kv.has(used)) == (False, True)
 
 
 async def test_what_only_begins_like_it_does_not_make_kept_kv_live_longer(kv: SidecarUnderTest) -> None:
@@ -224,4 +210,4 @@ async def test_what_only_begins_like_it_does_not_make_kept_kv_live_longer(kv: Si
     await kv.catalog.collect()
     kv.clock.advance(ms=TTL_MS)  # type: ignore[attr-defined]  # a ManualClock
     await kv.catalog.collect()
-    assert not await is_there(kv, kept)
+    assert not await kv.has(kept)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -26,14 +25,8 @@ LEASE, OTHER = LeaseTerms("a" * 32, 1_000), LeaseTerms("b" * 32, 1_000)
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-async def kv(tmp_path: Path, clock: ManualClock) -> AsyncIterator[SidecarUnderTest]:
-    async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=3 * FILE_BYTES, max_leases=1) as kv:
-        yield kv
+def kv_settings() -> dict[str, object]:
+    return {"memory_limit_bytes": 3 * FILE_BYTES, "max_leases": 1}
 
 
 async def named(kv: SidecarUnderTest, new: NewSave, lease: LeaseTerms | None) -> list[FetchedBlock]:

@@ -36,12 +36,6 @@ def shared(left: tuple[int, ...], right: tuple[int, ...]) -> int:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
-@pytest.fixture
-async def kv(tmp_path: Path):
-    async with SidecarUnderTest(tmp_path, clock=ManualClock()) as kv:
-        yield kv
-
-
 async def found(kv: SidecarUnderTest, token_ids: tuple[int, ...], **fields: object) -> list[tuple[str, int]]:
     answer = await kv.catalog.match_prefix(question(token_ids, **fields))  # type: ignore[arg-type]  # its fields
     return [(one.cache_ref, one.num_tokens) for one in answer]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -51,19 +51,13 @@ class FakeManager:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
 def manager() -> FakeManager:
     return FakeManager()
 
 
 @pytest.fixture
-async def kv(tmp_path: Path, clock: ManualClock, manager: FakeManager) -> AsyncIterator[SidecarUnderTest]:
-    async with SidecarUnderTest(tmp_path, clock=clock, manager=manager, orphan_after_s=AFTER_S) as kv:
-        yield kv
+def kv_settings(manager: FakeManager) -> dict[str, object]:
+    return {"manager": manager, "orphan_after_s": AFTER_S}
 
 
 async def pass_after(kv: SidecarUnderTest, clock: ManualClock, s: float) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from contextcache.clock import ManualClock
-from contextcache.errors import CacheRefNotFound, InvalidRequest
+from contextcache.errors import InvalidRequest
 from contextcache.model import Promise
 from contextcache.names import new_cache_ref
 from kv_sidecar.catalog import ForkTerms
@@ -42,9 +42,8 @@ def kv_at(root: Path, clock: ManualClock, **more: object) -> SidecarUnderTest:
 
 
 @pytest.fixture
-async def kv(tmp_path: Path):
-    async with kv_at(tmp_path, ManualClock()) as kv:
-        yield kv
+def kv_settings() -> dict[str, object]:
+    return {"disk_limit_bytes": LIMIT_BYTES}
 
 
 async def save(
@@ -63,14 +62,6 @@ async def retain(kv: SidecarUnderTest, new: NewSave, *, retain_ms: int = HOUR_MS
     return await kv.catalog.retain(new.tenant, [new.cache_ref], retain_ms=retain_ms, pinned=pinned)
 
 
-async def is_there(kv: SidecarUnderTest, new: NewSave) -> bool:
-    try:
-        await kv.catalog.open(new.tenant, new.cache_ref)
-    except CacheRefNotFound:
-        return False
-    return True
-
-
 async def overload(kv: SidecarUnderTest, first: int = 500, count: int = 60) -> None:
     """Save six times the disk."""
     for number in range(first, first + count):
@@ -87,9 +78,9 @@ async def test_promised_kv_outlives_a_load_that_evicts_all_else(kv: SidecarUnder
     await overload(kv)
 
     assert promise == Promise(kv.clock.now_ms() + HOUR_MS)
-    assert await is_there(kv, new)
+    assert await kv.has(new)
     assert await kv.load(new)
-    assert not await is_there(kv, plain)
+    assert not await kv.has(plain)
 
 
 async def test_a_promise_survives_the_process_and_ends_at_its_time(tmp_path: Path) -> None:
@@ -101,14 +92,14 @@ async def test_a_promise_survives_the_process_and_ends_at_its_time(tmp_path: Pat
         await retain(kv, later, retain_ms=HOUR_MS // 2)
     async with kv_at(tmp_path, clock) as kv:
         await overload(kv)
-        held = [await is_there(kv, new), await is_there(kv, later)]
+        held = [await kv.has(new), await kv.has(later)]
         promised = kv.blocks.all_promised_bytes("promise")
         clock.advance(ms=HOUR_MS // 2)
         await overload(kv, 600)
 
         assert held == [True, True]
         assert promised == 2 * CONTEXT_BYTES
-        assert [await is_there(kv, new), await is_there(kv, later)] == [False, False]
+        assert [await kv.has(new), await kv.has(later)] == [False, False]
 
 
 async def test_a_delete_ends_a_promise_and_gives_its_room_back(kv: SidecarUnderTest) -> None:
@@ -116,7 +107,7 @@ async def test_a_delete_ends_a_promise_and_gives_its_room_back(kv: SidecarUnderT
     removed = await kv.sidecar.delete(TENANT, "ctx_1", [])
 
     assert removed.freed_bytes == CONTEXT_BYTES
-    assert not await is_there(kv, new)
+    assert not await kv.has(new)
     assert kv.blocks.all_promised_bytes("promise") == 0
 
 
@@ -188,7 +179,7 @@ async def test_the_next_generation_takes_a_promise_over_that_it_covers(kv: Sidec
     longer_bytes = kv.catalog.manifests.get(longer.cache_ref).size_bytes
     both = kv.blocks.all_promised_bytes("promise")
     await kv.sidecar.delete(TENANT, "", [first.cache_ref], replaced=True)
-    held = await is_there(kv, first)
+    held = await kv.has(first)
     newest = replace(longer, cache_ref=new_cache_ref(), token_ids=tokens(1, 13), retain_ms=2 * HOUR_MS)
     await kv.send_all(newest)
     await kv.catalog.seal(newest.cache_ref, 0)
@@ -196,14 +187,14 @@ async def test_the_next_generation_takes_a_promise_over_that_it_covers(kv: Sidec
 
     assert both == longer_bytes
     assert held
-    assert [await is_there(kv, new) for new in (first, longer, newest)] == [False, False, True]
+    assert [await kv.has(new) for new in (first, longer, newest)] == [False, False, True]
 
 
 async def test_a_refused_commit_drops_promised_kv(kv: SidecarUnderTest) -> None:
     new, _ = await save(kv, 1, retain_ms=HOUR_MS)
     await kv.sidecar.delete(TENANT, "", [new.cache_ref])
 
-    assert not await is_there(kv, new)
+    assert not await kv.has(new)
 
 
 async def test_an_interrupted_turn_and_a_fork_have_no_promise(kv: SidecarUnderTest) -> None:
@@ -226,13 +217,13 @@ async def test_kept_kv_lives_as_long_as_its_promise_and_is_not_replaced(kv: Side
     await kv.catalog.seal(longer.cache_ref, 0)
     kv.clock.advance(ms=TTL_MS + 1000)
     await kv.sidecar.collect()
-    held = await is_there(kv, new)
+    held = await kv.has(new)
     kv.clock.advance(ms=HOUR_MS)
     await kv.sidecar.collect()
 
     assert promise.until_ms
     assert held
-    assert not await is_there(kv, new)
+    assert not await kv.has(new)
 
 
 async def test_the_same_plain_request_again_gets_the_promise_for_what_is_kept(kv: SidecarUnderTest) -> None:
@@ -332,14 +323,14 @@ async def test_an_orphan_stays_for_its_promise_while_its_session_lives_and_goes_
         for _ in range(3):
             await kv.sidecar.collect()
             clock.advance(ms=300_000)
-        held = await is_there(kv, old)
+        held = await kv.has(old)
         manager.refs |= {newest.cache_ref}
         for _ in range(2):
             await kv.sidecar.collect()
             clock.advance(ms=300_000)
 
         assert held
-        assert [await is_there(kv, new) for new in (old, newest)] == [False, False]
+        assert [await kv.has(new) for new in (old, newest)] == [False, False]
 
 
 def end_promises_in_writes(kv: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +384,7 @@ async def test_a_hit_of_kept_kv_does_not_shorten_its_promise(kv: SidecarUnderTes
     await kv.sidecar.collect()
 
     assert kv.clock.now_ms() < promise.until_ms
-    assert await is_there(kv, new)
+    assert await kv.has(new)
 
 
 async def test_asking_again_and_again_takes_no_memory(kv: SidecarUnderTest) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, FingerprintMismatch, InvalidRequest
 from contextcache.model import KVGroup, Manifest, plain_group
 from contextcache.names import new_cache_ref
@@ -22,7 +21,7 @@ from kv_sidecar.moving.pulling import PullReply, Wanted
 from kv_sidecar.retention import LeaseTerms
 from kv_sidecar.saves import FailedSave, NewSave
 from kv_sidecar.sidecar import Sidecar
-from tests.kit.catalog_peer import CatalogPeer
+from tests.kit.catalog_peer import PeerPods, peer_pods
 from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, SESSION, TENANT, SidecarUnderTest, new_save
 from tests.kit.until import until
 
@@ -34,14 +33,8 @@ PEER = "10.0.0.7:50061"
 STARTED = PullReply("started")
 
 
-@dataclass
-class Pair:
+class Pair(PeerPods):
     """Two sidecars: `there` has the KV, `here` pulls it."""
-
-    here: SidecarUnderTest
-    there: SidecarUnderTest
-    peer: CatalogPeer
-    clock: ManualClock
 
     def introduce(self, *, fingerprint: str = FINGERPRINT, world_size: int = 1) -> None:
         for rank in range(world_size):
@@ -49,10 +42,6 @@ class Pair:
 
     def start(self, *cache_refs: str, tenant: str = TENANT, peer: str = PEER, timeout_s: float = 0) -> PullReply:
         return self.here.sidecar.pulls.start(Wanted(tenant, cache_refs, peer, timeout_s))
-
-    async def ended(self) -> None:
-        """Return when no pull is going on."""
-        await asyncio.gather(*self.here.sidecar.pulls._tasks, return_exceptions=True)
 
     async def pull(self, *cache_refs: str) -> None:
         assert self.start(*cache_refs) == STARTED
@@ -82,16 +71,8 @@ class Pair:
 
 @pytest.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    clock = ManualClock()
-    async with SidecarUnderTest(tmp_path / "there", clock=clock) as there:
-        peer = CatalogPeer(there)
-        here = SidecarUnderTest(
-            tmp_path / "here", clock=clock, connect_peer=peer.connect, peers=("10.0.0.0/24",), max_pulls=2
-        )
-        async with here:
-            pair = Pair(here, there, peer, clock)
-            pair.introduce()
-            yield pair
+    async with peer_pods(tmp_path, Pair, max_pulls=2) as pair:
+        yield pair
 
 
 async def save_ranks(kv: SidecarUnderTest, world_size: int) -> list[NewSave]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contextcache.clock import ManualClock
 from contextcache.errors import InvalidRequest
 from contextcache.model import KVGroup
 from contextcache.names import new_cache_ref, prompt_ref
@@ -20,8 +18,8 @@ from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.moving.pulling import Wanted
 from kv_sidecar.resolve import Resolution
 from kv_sidecar.saves import FailedSave
-from tests.kit.catalog_peer import CatalogPeer
-from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, SidecarUnderTest, new_save
+from tests.kit.catalog_peer import PeerPods, peer_pods
+from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, new_save
 from tests.kit.until import until
 
 DOCUMENT = tuple(range(1, 23))
@@ -30,13 +28,8 @@ PEER = "10.0.0.7:50061"
 LONG_MS = 30_000
 
 
-@dataclass
-class Pods:
+class Pods(PeerPods):
     """`here` is asked; `there` is a peer."""
-
-    here: SidecarUnderTest
-    there: SidecarUnderTest
-    peer: CatalogPeer
 
     async def ask(self, *cache_refs: str, prompt: tuple[int, ...] = PROMPT, **more: Any) -> Resolution:
         fields = {"tenant": TENANT, "fingerprint": FINGERPRINT, "world_size": 1} | more
@@ -56,13 +49,8 @@ class Pods:
 
 @pytest.fixture
 async def pods(tmp_path: Path) -> AsyncIterator[Pods]:
-    clock = ManualClock()
-    async with SidecarUnderTest(tmp_path / "there", clock=clock) as there:
-        peer = CatalogPeer(there)
-        here = SidecarUnderTest(tmp_path / "here", clock=clock, connect_peer=peer.connect, peers=("10.0.0.0/24",))
-        async with here:
-            here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
-            yield Pods(here, there, peer)
+    async with peer_pods(tmp_path, Pods) as pods:
+        yield pods
 
 
 async def test_the_kv_that_serves_most_of_the_prompt_is_the_answer(pods: Pods) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from contextcache.clock import ManualClock
-from contextcache.errors import CacheRefNotFound, ContextQuotaExceeded, StorageFull
+from contextcache.errors import ContextQuotaExceeded, StorageFull
 from contextcache.names import new_cache_ref
 from kv_sidecar.catalog import ForkTerms
 from kv_sidecar.format.manifest import block_key, num_files
 from kv_sidecar.retention import LeaseTerms
-from kv_sidecar.saves import NewSave
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, block_file_bytes, block_meta_of
 
 TOKENS = 8
@@ -27,24 +26,15 @@ def tokens(number: int, count: int = TOKENS) -> tuple[int, ...]:
     return tuple(range(1000 * number, 1000 * number + count))
 
 
-async def is_there(kv: SidecarUnderTest, new: NewSave) -> bool:
-    try:
-        await kv.catalog.open(new.tenant, new.cache_ref)
-    except CacheRefNotFound:
-        return False
-    return True
-
-
 @pytest.fixture
-async def kv(tmp_path: Path):
-    async with SidecarUnderTest(tmp_path, clock=ManualClock(), disk_limit_bytes=LIMIT_BYTES) as kv:
-        yield kv
+def kv_settings() -> dict[str, object]:
+    return {"disk_limit_bytes": LIMIT_BYTES}
 
 
 async def test_a_budget_twenty_times_too_small_refuses_no_save_and_keeps_what_came_last(kv: SidecarUnderTest) -> None:
     """Seen failing before: from the tenth context on every save was refused with `storage_full`."""
     saved = [await kv.save(tokens(number), session_id=f"ctx_{number}") for number in range(200)]
-    there = [await is_there(kv, new) for new in saved]
+    there = [await kv.has(new) for new in saved]
 
     assert kv.counted("refused_saves_total", code="storage_full") == 0
     assert kv.disk_bytes() <= LIMIT_BYTES
@@ -60,9 +50,9 @@ async def test_what_is_used_stays_and_what_nobody_asks_for_goes(kv: SidecarUnder
     await kv.catalog.open(TENANT, saved[0].cache_ref)
     for number in range(9, 13):
         await kv.save(tokens(number), session_id=f"ctx_{number}")
-        assert await is_there(kv, saved[0])
+        assert await kv.has(saved[0])
 
-    assert not await is_there(kv, saved[1])
+    assert not await kv.has(saved[1])
 
 
 async def test_the_order_of_use_is_known_after_a_start_as_well_as_lives_tell(tmp_path: Path) -> None:
@@ -77,7 +67,7 @@ async def test_the_order_of_use_is_known_after_a_start_as_well_as_lives_tell(tmp
     async with SidecarUnderTest(tmp_path, clock=clock, disk_limit_bytes=LIMIT_BYTES) as kv:
         await kv.save(tokens(20), session_id="ctx_20")
 
-        assert [await is_there(kv, new) for new in saved[:2]] == [True, False]
+        assert [await kv.has(new) for new in saved[:2]] == [True, False]
 
 
 async def test_blocks_that_a_younger_context_holds_stay_with_it(kv: SidecarUnderTest) -> None:
@@ -87,7 +77,7 @@ async def test_blocks_that_a_younger_context_holds_stay_with_it(kv: SidecarUnder
         await kv.save(tokens(number), session_id=f"ctx_n{number}")
         await kv.catalog.open(TENANT, longer.cache_ref)
 
-    assert not await is_there(kv, first)
+    assert not await kv.has(first)
     assert await kv.load(longer)
 
 
@@ -100,7 +90,7 @@ async def test_a_context_that_is_being_loaded_is_not_pushed_out(kv: SidecarUnder
     for number in range(1, 30):
         await kv.save(tokens(number), session_id=f"ctx_{number}")
 
-    assert await is_there(kv, first)
+    assert await kv.has(first)
     await blocks.aclose()
     await kv.catalog.end_load("a" * 16)
 
@@ -122,8 +112,8 @@ async def test_no_tenants_saves_push_out_what_another_is_guaranteed(tmp_path: Pa
         loud = [await kv.save(tokens(100 + n), session_id=f"ctx_l{n}", tenant="loud") for n in range(30)]
         other = [await kv.save(tokens(200 + n), session_id=f"ctx_o{n}", tenant="other") for n in range(3)]
 
-        assert all([await is_there(kv, new) for new in [*quiet, *other]])
-        assert sum([await is_there(kv, new) for new in loud]) >= 2
+        assert all([await kv.has(new) for new in [*quiet, *other]])
+        assert sum([await kv.has(new) for new in loud]) >= 2
         assert kv.counted("refused_saves_total", code="storage_full") == 0
 
 
@@ -135,7 +125,7 @@ async def test_a_tenants_hard_limit_is_not_made_room_for(tmp_path: Path) -> None
         with pytest.raises(ContextQuotaExceeded):
             await kv.save(tokens(1), session_id="ctx_1")
 
-        assert await is_there(kv, first)
+        assert await kv.has(first)
 
 
 async def test_a_context_whose_load_begins_while_room_is_made_is_not_pushed_out(tmp_path: Path) -> None:
@@ -156,7 +146,7 @@ async def test_a_context_whose_load_begins_while_room_is_made_is_not_pushed_out(
             await anext(blocks)
         await saving
 
-        assert [await is_there(kv, new) for new in saved[:2]] == [True, False]
+        assert [await kv.has(new) for new in saved[:2]] == [True, False]
         await blocks.aclose()
 
 

@@ -27,15 +27,14 @@ async def test_of_the_names_that_were_deleted_the_oldest_may_be_saved_again(tmp_
             await kv.catalog.prepare_save(second)
 
 
-async def test_the_newest_reports_are_kept(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path) as kv:
-        kv.sidecar.reports = LoadReports(kv.clock, max_reports=2)
-        for name in "abc":
-            kv.sidecar.reports.put(pb.LoadReport(request_id=name))
+async def test_the_newest_reports_are_kept(kv: SidecarUnderTest) -> None:
+    kv.sidecar.reports = LoadReports(kv.clock, max_reports=2)
+    for name in "abc":
+        kv.sidecar.reports.put(pb.LoadReport(request_id=name))
 
-        assert len(kv.sidecar.reports) == 2
-        with pytest.raises(CacheRefNotFound):
-            await kv.sidecar.reports.get("a", timeout_s=0)
+    assert len(kv.sidecar.reports) == 2
+    with pytest.raises(CacheRefNotFound):
+        await kv.sidecar.reports.get("a", timeout_s=0)
 
 
 async def test_as_many_tenants_as_wanted_are_shown_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

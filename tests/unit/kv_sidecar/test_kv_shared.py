@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
-from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
-from contextcache.model import HeldCacheRef
 from kv_sidecar.crash_points import AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
 from kv_sidecar.format.manifest import block_key
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.store import stored_kv, writer
 from kv_sidecar.store.collector import COLLECTOR
 from kv_sidecar.store.objects import ObjectStore
-from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, SidecarUnderTest, brought, written
-from tests.kit.store_keys import write_store_keys
+from tests.kit.kv_blocks import BLOCK_TOKENS, TENANT, brought, written
+from tests.kit.shared_store import Held, Killed, NamedRefs, flip_last_bytes, kill_at, kinds, never, objects, refuse
 from tests.kit.until import until
 
 TEN = tuple(range(10))
@@ -29,47 +23,9 @@ TEN = tuple(range(10))
 HOUR_S = 3600
 
 
-class Killed(BaseException):
-    """Raised where a process would end."""
-
-
-class SaysNothingIsNamed:
-    """A manager that knows no session."""
-
-    async def orphans(self, held: list[HeldCacheRef]) -> list[int]:
-        return list(range(len(held)))
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    # The store has a clock of its own.
-    return ManualClock(round(time.time() * 1000))
-
-
 @pytest.fixture(params=[None, {"*": ["1"]}], ids=["plain", "encrypted"])
-def pod(tmp_path: Path, clock: ManualClock, request: pytest.FixtureRequest) -> Callable[..., object]:
-    """Return a running sidecar with a disk of its own, over the one store."""
-    keys = {} if request.param is None else {"store_keys_file": write_store_keys(tmp_path / "keys", request.param)}
-
-    @asynccontextmanager
-    async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:
-        settings = {"store_url": f"file://{tmp_path}/store", "orphan_after_s": 100 * HOUR_S} | keys | more
-        async with SidecarUnderTest(tmp_path / name, clock=clock, **settings) as kv:
-            kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
-            yield kv
-
-    return running
-
-
-def objects(tmp_path: Path) -> set[str]:
-    store = tmp_path / "store"
-    return {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()} - {COLLECTOR}
-
-
-def kinds(tmp_path: Path) -> dict[str, int]:
-    """Return how many objects there are of each kind."""
-    found = [name.split("/")[1] for name in objects(tmp_path)]
-    return {kind: found.count(kind) for kind in ("blocks", "holders", "sessions", "manifests") if kind in found}
+def kv_settings(request: pytest.FixtureRequest) -> dict[str, object]:
+    return {"orphan_after_s": 100 * HOUR_S, "keys": request.param}
 
 
 async def test_a_context_is_served_by_another_pod_when_its_own_is_gone_with_its_disk(pod, tmp_path):
@@ -117,15 +73,11 @@ async def test_what_an_engine_saves_under_the_name_of_a_pull_that_failed_is_writ
     pod, tmp_path, monkeypatch
 ):
     """Seen to fail with what came taken for pulled after all: nothing was written."""
-
-    async def is_away(tenant, key):
-        raise SidecarUnavailable("the store is away")
-
     async with pod("a") as kv:
         new = await kv.save(TEN)
         await written(kv)
     async with pod("b") as kv:
-        monkeypatch.setattr(kv.sidecar.shared.stored, "block", is_away)
+        refuse(kv.sidecar.shared.stored, "block", monkeypatch)
         await brought(kv, new.cache_ref)
         assert kv.counted("pulls_total", outcome="sidecar_unavailable") == 1
         await kv.save(TEN, cache_ref=new.cache_ref)
@@ -191,19 +143,12 @@ async def test_an_older_generation_goes_alone_and_takes_what_the_newer_one_has_n
 async def test_a_context_deleted_while_it_is_written_leaves_nothing(pod, tmp_path):
     async with pod("a") as kv:
         shared = kv.sidecar.shared
-        put, begun, may_go_on = shared.stored.objects.put, asyncio.Event(), asyncio.Event()
-
-        async def slow(name, data):
-            begun.set()
-            await may_go_on.wait()
-            await put(name, data)
-
-        shared.stored.objects.put = slow
+        held = Held(shared.stored.objects, "put")
         new = await kv.save(TEN)
-        await begun.wait()
+        await held.has_come.wait()
         delete = asyncio.create_task(kv.sidecar.delete(TENANT, new.session_id, [new.cache_ref]))
         await until(lambda: new.cache_ref in shared._deleted, what="the store hears of it")
-        may_go_on.set()
+        held.may_go_on.set()
         await delete
         assert objects(tmp_path) == set()
         await written(kv)
@@ -215,10 +160,6 @@ async def test_a_context_deleted_while_it_is_written_leaves_nothing(pod, tmp_pat
 async def test_what_a_crash_left_is_collected_when_it_is_old_and_never_what_is_named(
     pod, clock, tmp_path, monkeypatch, point
 ):
-    def die(passed):
-        if passed == point:
-            raise Killed
-
     async with pod("a") as kv:
         kept = await kv.save(TEN, session_id="ctx_1")
         await written(kv)
@@ -226,8 +167,7 @@ async def test_what_a_crash_left_is_collected_when_it_is_old_and_never_what_is_n
         if point == AFTER_UNSTORED_MANIFEST:
             await kv.save(other, session_id="ctx_2")
             await written(kv)
-        for part in (writer, stored_kv):
-            monkeypatch.setattr(part, "crash_point", die)
+        kill_at(point, monkeypatch, writer, stored_kv)
         if point == AFTER_UNSTORED_MANIFEST:
             shared = kv.sidecar.shared
             end = shared.end_delete(shared.begin_delete(TENANT, "ctx_2", [], is_whole=True))
@@ -256,7 +196,7 @@ async def test_what_has_expired_and_what_no_session_names_is_collected_once_an_i
         await kv.save(TEN, session_id="ctx_1")
         await written(kv)
     times = {"store_grace_s": 60, "store_interval_s": 100}
-    manager = {"manager": SaysNothingIsNamed()} if why == "unnamed" else {}
+    manager = {"manager": NamedRefs()} if why == "unnamed" else {}
     async with pod("b", **times, **manager) as kv:
         await kv.sidecar.collect_shared()
         assert kinds(tmp_path)["manifests"] == 1  # not old enough
@@ -287,11 +227,7 @@ async def test_wrong_bytes_are_a_miss_and_nothing_of_them_stays(pod, tmp_path):
     async with pod("a") as kv:
         new = await kv.save(TEN)
         await written(kv)
-    for path in (tmp_path / "store").rglob("*"):
-        if path.parent.name == "blocks":
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(data)
+    flip_last_bytes(tmp_path)
 
     async with pod("b") as kv:
         await brought(kv, new.cache_ref)
@@ -301,31 +237,26 @@ async def test_wrong_bytes_are_a_miss_and_nothing_of_them_stays(pod, tmp_path):
 
 
 async def test_a_store_that_fails_is_tried_again_for_writes_and_for_deletes(pod, tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "BACKOFF_S", 0.0)
-
-    async def fail(*args, **kwargs):
-        raise SidecarUnavailable("down")
-
     async with pod("a") as kv:
         store = kv.sidecar.shared.stored.objects
-        put, delete = store.put, store.delete
-        store.put = fail
+        monkeypatch.setattr(writer, "BACKOFF_S", 0.0)
+        refuse(store, "put", monkeypatch)
         new = await kv.save(TEN)
 
         async def refused() -> float:
             return kv.counted("store_writes_total", outcome="unavailable")
 
         await until(refused, is_so=lambda count: count > 1, what="the store refused twice")
-        store.put = put
+        monkeypatch.undo()
         await written(kv)
         assert kinds(tmp_path)["manifests"] == 1
 
-        store.delete = fail
+        refuse(store, "delete", monkeypatch)
         await kv.sidecar.delete(TENANT, new.session_id, [new.cache_ref])
         with pytest.raises(CacheRefNotFound):
             await kv.sidecar.shared.manifest(TENANT, new.cache_ref)
         assert objects(tmp_path)
-        store.delete = delete
+        monkeypatch.undo()
         await kv.sidecar.shared.flush(60)
     assert objects(tmp_path) == set()
 
@@ -357,9 +288,6 @@ async def test_a_write_that_was_given_up_keeps_its_bytes(pod, monkeypatch):
 
 
 async def test_what_was_not_written_before_a_kill_is_written_after_the_restart(pod, tmp_path, monkeypatch):
-    async def never(*args, **kwargs):
-        await asyncio.Event().wait()
-
     monkeypatch.setattr(ObjectStore, "put", never)
     async with pod("a") as kv:
         new = await kv.save(TEN)
@@ -377,9 +305,6 @@ async def test_what_was_not_written_before_a_kill_is_written_after_the_restart(p
 async def test_the_oldest_waiting_context_gives_way_and_writes_keep_to_their_rate_but_for_the_last_ones(
     pod, tmp_path, monkeypatch
 ):
-    async def never(*args, **kwargs):
-        await asyncio.Event().wait()
-
     slept_s = []
 
     async def sleep(delay_s):
@@ -406,9 +331,6 @@ async def test_the_oldest_waiting_context_gives_way_and_writes_keep_to_their_rat
 
 
 async def test_the_end_of_a_pod_waits_for_the_store_as_long_as_it_is_told(pod, monkeypatch):
-    async def never(*args, **kwargs):
-        await asyncio.Event().wait()
-
     monkeypatch.setattr(ObjectStore, "head", never)
     async with pod("a", handover_s=0.01) as kv:
         await kv.save(TEN)

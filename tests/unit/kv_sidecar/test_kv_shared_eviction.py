@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contextcache.clock import ManualClock
-from contextcache.errors import SidecarUnavailable
 from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST
 from kv_sidecar.limits import Limits
-from kv_sidecar.store import stored_kv, writer
+from kv_sidecar.store import stored_kv
 from kv_sidecar.store.collector import COLLECTOR, LOWER_MARK, UPPER_MARK, Shelf, evictions
 from kv_sidecar.store.stored_kv import StoredSession
-from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
-from tests.kit.until import until
+from tests.kit.kv_blocks import TENANT, SidecarUnderTest, brought, written
+from tests.kit.shared_store import Killed, kill_at, sessions
 
 HOUR_S = 3600
 
@@ -86,28 +82,8 @@ def test_what_is_left_fits_is_counted_right_and_was_used_no_earlier_than_what_le
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    # The store has a clock of its own.
-    return ManualClock(round(time.time() * 1000))
-
-
-@pytest.fixture
-def pod(tmp_path: Path, clock: ManualClock) -> Callable[..., object]:
-    """Return a running sidecar with a disk of its own, over the one store."""
-
-    @asynccontextmanager
-    async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:
-        settings = {"store_url": f"file://{tmp_path}/store", "store_interval_s": 1} | more
-        async with SidecarUnderTest(tmp_path / name, clock=clock, **settings) as kv:
-            kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
-            yield kv
-
-    return running
-
-
-def sessions_in(tmp_path: Path) -> set[str]:
-    root = tmp_path / "store" / TENANT / "sessions"
-    return {path.parent.name for path in root.rglob("*") if path.is_file()}
+def kv_settings() -> dict[str, object]:
+    return {"store_interval_s": 1}
 
 
 def stored_bytes(tmp_path: Path) -> int:
@@ -138,7 +114,7 @@ async def test_what_was_used_longest_ago_leaves_a_full_store_and_its_pod_still_h
     async with pod("a", **{limit: size_bytes}) as kv:
         clock.advance(s=10)
         await kv.sidecar.collect_shared()
-        assert sessions_in(tmp_path) == {"ctx_100", "ctx_200"}
+        assert sessions(tmp_path) == {"ctx_100", "ctx_200"}
         assert kv.counted("store_evicted_contexts_total") == 1
         assert kv.counted("store_tenant_bytes", tenant=TENANT) == stored_bytes(tmp_path) < size_bytes
         assert len(kv.manifest_files()) == 3
@@ -168,7 +144,7 @@ async def test_what_is_used_is_noted_and_stays(pod, clock, tmp_path, use):
             await written(kv)
         clock.advance(s=10)
         await kv.sidecar.collect_shared()
-    assert sessions_in(tmp_path) == {"ctx_0", "ctx_200"}
+    assert sessions(tmp_path) == {"ctx_0", "ctx_200"}
 
 
 async def test_a_context_that_left_is_written_whole_again_with_its_next_turn(pod, clock, tmp_path):
@@ -177,7 +153,7 @@ async def test_a_context_that_left_is_written_whole_again_with_its_next_turn(pod
         async with pod("b", store_limit_bytes=stored_bytes(tmp_path)) as other:
             clock.advance(s=10)
             await other.sidecar.collect_shared()
-        assert sessions_in(tmp_path) == {"ctx_100", "ctx_200"}
+        assert sessions(tmp_path) == {"ctx_100", "ctx_200"}
         new = await kv.save(tuple(range(12)), session_id="ctx_0")
         await written(kv)
     async with pod("c") as kv:
@@ -185,16 +161,8 @@ async def test_a_context_that_left_is_written_whole_again_with_its_next_turn(pod
         assert await kv.load(new) == ["object"] * 3
 
 
-class Killed(BaseException):
-    """Raised where a process would end."""
-
-
 async def test_what_a_crash_left_of_a_context_that_was_leaving_is_collected(pod, clock, tmp_path, monkeypatch):
-    def die(point):
-        if point == AFTER_EVICTED_MANIFEST:
-            raise Killed
-
-    monkeypatch.setattr(stored_kv, "crash_point", die)
+    kill_at(AFTER_EVICTED_MANIFEST, monkeypatch, stored_kv)
     async with pod("a") as kv:
         await three_contexts(kv, tmp_path)
         size_bytes = stored_bytes(tmp_path)
@@ -208,27 +176,8 @@ async def test_what_a_crash_left_of_a_context_that_was_leaving_is_collected(pod,
         for _ in range(2):
             clock.advance(s=120)
             await kv.sidecar.collect_shared()
-    assert sessions_in(tmp_path) == {"ctx_100", "ctx_200"}
+    assert sessions(tmp_path) == {"ctx_100", "ctx_200"}
     assert stored_bytes(tmp_path) < size_bytes
-
-
-async def test_a_removal_that_the_store_refuses_does_not_keep_contexts_from_being_written(pod, tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "BACKOFF_S", 0.0)
-
-    async def fail(*args, **kwargs):
-        raise SidecarUnavailable("not allowed")
-
-    async with pod("a") as kv:
-        first = await kv.save(tuple(range(10)), session_id="ctx_1")
-        await written(kv)
-        kv.sidecar.shared.stored.objects.delete = fail
-        await kv.sidecar.delete(TENANT, first.session_id, [first.cache_ref])
-        await kv.save(tuple(range(100, 110)), session_id="ctx_2")
-
-        async def num_written() -> float:
-            return kv.counted("store_writes_total", outcome="written")
-
-        await until(num_written, is_so=lambda number: number == 2, what="the second is written")
 
 
 async def test_the_collector_forgets_manifests_of_a_tenant_that_has_left_the_store(pod, clock):

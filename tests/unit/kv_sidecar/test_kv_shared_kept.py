@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contextcache.clock import ManualClock
-from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
-from contextcache.model import MAX_TTL_S, HeldCacheRef, KVGroup
+from contextcache.errors import CacheRefNotFound, CacheRefPending
+from contextcache.model import KVGroup
 from contextcache.names import KEPT_PREFIX, OBJECT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.moving import borrowing
@@ -23,11 +21,10 @@ from kv_sidecar.retention import GROUP_MAX
 from kv_sidecar.sealed.manifests import STAYS_MS
 from kv_sidecar.sealed.prefixes import Found, PrefixQuestion
 from kv_sidecar.store import writer
-from kv_sidecar.store.collector import COLLECTOR
 from kv_sidecar.store.objects import ObjectStore
 from tests.kit.catalog_peer import CatalogPeer
 from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, written
-from tests.kit.store_keys import write_store_keys
+from tests.kit.shared_store import Held, NamedRefs, flip_last_bytes, kinds, never, objects, refuse, sessions
 from tests.kit.until import until
 
 GROUP = f"{KEPT_PREFIX}{'1' * 32}"
@@ -37,43 +34,9 @@ SAID = tuple(range(1, 23))
 PEER = "10.0.0.7:50061"
 
 
-class SaysNothingIsNamed:
-    """A manager that knows no session."""
-
-    async def orphans(self, held: list[HeldCacheRef]) -> list[int]:
-        return list(range(len(held)))
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    # The store has a clock of its own.
-    return ManualClock(round(time.time() * 1000))
-
-
 @pytest.fixture(params=[None, {"*": ["1"]}], ids=["plain", "encrypted"])
-def pod(tmp_path: Path, clock: ManualClock, request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Return a running sidecar with a disk of its own, over the one store."""
-    keys = {} if request.param is None else {"store_keys_file": write_store_keys(tmp_path / "keys", request.param)}
-
-    @asynccontextmanager
-    async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:
-        settings = {"store_url": f"file://{tmp_path}/store", "store_interval_s": 1} | keys | more
-        async with SidecarUnderTest(tmp_path / name, clock=clock, **settings) as kv:
-            kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
-            yield kv
-
-    return running
-
-
-def objects(tmp_path: Path) -> set[str]:
-    store = tmp_path / "store"
-    return {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()} - {COLLECTOR}
-
-
-def kinds(tmp_path: Path) -> dict[str, int]:
-    """Return how many objects there are of each kind."""
-    found = [name.split("/")[1] for name in objects(tmp_path)]
-    return {kind: found.count(kind) for kind in ("blocks", "holders", "sessions", "manifests") if kind in found}
+def kv_settings(request: pytest.FixtureRequest) -> dict[str, object]:
+    return {"store_interval_s": 1, "keys": request.param}
 
 
 async def find(kv: SidecarUnderTest, prompt: tuple[int, ...], **more: Any) -> list[Found]:
@@ -222,23 +185,21 @@ async def test_contexts_are_written_before_what_is_kept_and_while_it_is(pod, mon
     async with pod("a") as kv:
         shared = kv.sidecar.shared
         await shared.close()
-        wrote, put, begun, may_go_on = [], shared.stored.objects.put, asyncio.Event(), asyncio.Event()
+        wrote, put = [], shared.stored.objects.put
 
-        async def slow(name, data):
+        async def noted(name, data):
             if "/manifests/" in name:
                 wrote.append(name.rpartition("/")[2])
-            if "/holders/" in name and name.endswith(OTHER):
-                begun.set()
-                await may_go_on.wait()
             await put(name, data)
 
-        monkeypatch.setattr(shared.stored.objects, "put", slow)
+        monkeypatch.setattr(shared.stored.objects, "put", noted)
+        held = Held(shared.stored.objects, "put", f"/{OTHER}")
         kept = [await kv.save(SAID, session_id=OTHER), await kv.save((*SAID[:4], 50), session_id=GROUP)]
         contexts = [await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")]
         shared.start()
-        await begun.wait()
+        await held.has_come.wait()
         contexts.append(await kv.save((8, 8, 8, 8, 8), session_id="ctx_2"))
-        may_go_on.set()
+        held.may_go_on.set()
         await written(kv)
     assert wrote == [new.cache_ref for new in (*contexts, *kept)]
 
@@ -260,14 +221,10 @@ async def test_kept_kv_gives_way_first_when_too_much_waits(pod, tmp_path):
         assert kv.counted("store_writes_total", outcome="queue_full") == 1
         kv.sidecar.shared.start()
         await written(kv)
-    owners = {name.split("/")[2] for name in objects(tmp_path) if "/sessions/" in name}
-    assert owners == {"ctx_1", "ctx_2"}
+    assert sessions(tmp_path) == {"ctx_1", "ctx_2"}
 
 
 async def test_what_was_not_written_before_a_kill_is_after_the_restart(pod, tmp_path, monkeypatch):
-    async def never(*args, **kwargs):
-        await asyncio.Event().wait()
-
     monkeypatch.setattr(ObjectStore, "put", never)
     async with pod("a") as kv:
         await kv.save(SAID, session_id=GROUP)
@@ -292,93 +249,66 @@ async def test_a_delete_leaves_nothing_in_the_store(pod, tmp_path, where):
     assert objects(tmp_path) == set()
 
 
-@asynccontextmanager
-async def held_up(
-    store: ObjectStore, call: str, part: str, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[asyncio.Event]:
-    """For the block, hold up the store's first call of this kind for an object of this part; yield that it has come."""
-    do, begun, may_go_on = getattr(store, call), asyncio.Event(), asyncio.Event()
-
-    async def slow(name: str, *args: Any) -> None:
-        if part in name and not begun.is_set():
-            begun.set()
-            await may_go_on.wait()
-        await do(name, *args)
-
-    monkeypatch.setattr(store, call, slow)
-    yield begun
-    may_go_on.set()
-
-
 @pytest.mark.parametrize("writer", ["writes it", "removes what it stands for"])
-async def test_a_delete_returns_when_the_writer_has_ended_and_leaves_nothing(pod, tmp_path, monkeypatch, writer):
+async def test_a_delete_returns_when_the_writer_has_ended_and_leaves_nothing(pod, tmp_path, writer):
     async with pod("a") as kv:
         if writer != "writes it":
             await kv.save(SAID[:10], session_id=GROUP)
             await written(kv)
         call = "put" if writer == "writes it" else "delete"
-        async with held_up(kv.sidecar.shared.stored.objects, call, "/blocks/", monkeypatch) as begun:
-            await kv.save(SAID, session_id=GROUP)
-            await begun.wait()
-            delete = asyncio.create_task(kv.sidecar.delete(TENANT, GROUP, []))
-            assert not (await asyncio.wait([delete], timeout=0.2))[0]
+        held = Held(kv.sidecar.shared.stored.objects, call, "/blocks/")
+        await kv.save(SAID, session_id=GROUP)
+        await held.has_come.wait()
+        delete = asyncio.create_task(kv.sidecar.delete(TENANT, GROUP, []))
+        assert not (await asyncio.wait([delete], timeout=0.2))[0]
+        held.may_go_on.set()
         await delete
         assert objects(tmp_path) == set()
         await written(kv)
     assert objects(tmp_path) == set()
 
 
-async def test_a_delete_that_its_caller_does_not_wait_for_is_carried_out(pod, tmp_path, monkeypatch):
+async def test_a_delete_that_its_caller_does_not_wait_for_is_carried_out(pod, tmp_path):
     async with pod("a") as kv:
         await kv.save(SAID, session_id=GROUP)
         await written(kv)
-        async with held_up(kv.sidecar.shared.stored.objects, "delete", "/manifests/", monkeypatch) as begun:
-            delete = asyncio.create_task(kv.sidecar.delete(TENANT, GROUP, []))
-            await begun.wait()
-            delete.cancel()
-            await asyncio.gather(delete, return_exceptions=True)
+        held = Held(kv.sidecar.shared.stored.objects, "delete", "/manifests/")
+        delete = asyncio.create_task(kv.sidecar.delete(TENANT, GROUP, []))
+        await held.has_come.wait()
+        delete.cancel()
+        await asyncio.gather(delete, return_exceptions=True)
+        held.may_go_on.set()
         await written(kv)
     assert objects(tmp_path) == set()
 
 
 @asynccontextmanager
-async def half_written(kv: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+async def half_written(kv: SidecarUnderTest) -> AsyncIterator[None]:
     """Save a conversation, and hold on where a part of it is in the store and a context is written instead."""
-    put, begun, may_go_on = kv.sidecar.shared.stored.objects.put, asyncio.Event(), asyncio.Event()
-    gave_way, may_end = asyncio.Event(), asyncio.Event()
-
-    async def slow(name: str, data: Any) -> None:
-        if "/holders/" in name and name.endswith(GROUP) and not gave_way.is_set():
-            begun.set()
-            await may_go_on.wait()
-        if name.endswith("ctx_1"):
-            gave_way.set()
-            await may_end.wait()
-        await put(name, data)
-
-    monkeypatch.setattr(kv.sidecar.shared.stored.objects, "put", slow)
+    store = kv.sidecar.shared.stored.objects
+    first, context = Held(store, "put", f"/{GROUP}"), Held(store, "put", "ctx_1")
     await kv.save(SAID, session_id=GROUP)
-    await begun.wait()
+    await first.has_come.wait()
     await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")
-    may_go_on.set()
-    await gave_way.wait()
+    first.may_go_on.set()
+    await context.has_come.wait()
     yield
-    may_end.set()
+    context.may_go_on.set()
     await written(kv)
 
 
-async def test_a_delete_of_what_is_half_written_leaves_nothing_of_it(pod, tmp_path, monkeypatch):
+async def test_a_delete_of_what_is_half_written_leaves_nothing_of_it(pod, tmp_path):
     async with pod("a") as kv:
-        async with half_written(kv, monkeypatch):
+        async with half_written(kv):
             assert [name for name in objects(tmp_path) if name.endswith(GROUP)]
             await kv.sidecar.delete(TENANT, GROUP, [])
         assert kinds(tmp_path) == {"blocks": 2, "holders": 2, "sessions": 1, "manifests": 1}  # the context's
         assert len(kv.sidecar.shared.stored.known) == 2
 
 
-async def test_what_was_half_written_when_a_context_came_is_whole_though_it_was_collected(pod, tmp_path, monkeypatch):
+async def test_what_was_half_written_when_a_context_came_is_whole_though_it_was_collected(pod, tmp_path):
     async with pod("a") as kv:
-        async with half_written(kv, monkeypatch):
+        async with half_written(kv):
             gone = list((tmp_path / "store").rglob("blocks/*")) + list((tmp_path / "store").rglob(f"holders/*/{GROUP}"))
             assert gone
             for path in gone:
@@ -390,16 +320,13 @@ async def test_what_was_half_written_when_a_context_came_is_whole_though_it_was_
 async def test_what_was_deleted_while_the_store_was_away_is_not_found_again_and_what_came_later_is(
     pod, tmp_path, clock, monkeypatch
 ):
-    async def fail(*args: object) -> None:
-        raise SidecarUnavailable("down")
-
     async with pod("a") as kv:
         kept = await kv.save(SAID, session_id=GROUP)
         await written(kv)
     async with pod("b") as kv:
         clock.advance(s=60)
         monkeypatch.setattr(writer, "BACKOFF_S", 60.0)
-        kv.sidecar.shared.stored.objects.delete = fail
+        refuse(kv.sidecar.shared.stored.objects, "delete", monkeypatch)
         await kv.sidecar.delete(TENANT, GROUP, [])
         assert await find(kv, (*SAID, 30, 31, 32, 33, 34)) == []
         assert kinds(tmp_path)["manifests"] == 1
@@ -412,16 +339,12 @@ async def test_what_was_deleted_while_the_store_was_away_is_not_found_again_and_
 
 async def test_surplus_that_the_store_does_not_let_go_of_is_one_piece_of_work(pod, tmp_path, monkeypatch):
     """Seen failing: each attempt left one more removal, and these displaced the deletes of clients."""
-
-    async def fail(*args: object) -> None:
-        raise SidecarUnavailable("down")
-
     async with pod("a") as kv:
-        shared, delete = kv.sidecar.shared, kv.sidecar.shared.stored.objects.delete
+        shared = kv.sidecar.shared
         monkeypatch.setattr(writer, "BACKOFF_S", 0.0)
         await kv.save(SAID, session_id=GROUP)
         await written(kv)
-        shared.stored.objects.delete = fail
+        refuse(shared.stored.objects, "delete", monkeypatch)
         await kv.save((*SAID, 30, 31, 32, 33, 34), session_id=GROUP)
 
         async def num_refused() -> float:
@@ -429,29 +352,26 @@ async def test_surplus_that_the_store_does_not_let_go_of_is_one_piece_of_work(po
 
         await until(num_refused, is_so=lambda number: number > 10, what="the store refused some attempts")
         assert len(shared._chores) + len(shared._untidy) <= 1
-        shared.stored.objects.delete = delete
+        monkeypatch.undo()
         await shared.flush(60)
     assert kinds(tmp_path)["manifests"] == 1
     assert kinds(tmp_path)["blocks"] == kinds(tmp_path)["holders"]
 
 
-async def test_a_delete_that_waits_for_the_store_is_not_lost_for_turns_that_come_meanwhile(pod, tmp_path):
-    async def fail(*args: object) -> None:
-        raise SidecarUnavailable("down")
-
+async def test_a_delete_that_waits_for_the_store_is_not_lost_for_turns_that_come_meanwhile(pod, tmp_path, monkeypatch):
     async with pod("a", store_queue_max=2) as kv:
         await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")
         await written(kv)
-        shared, delete = kv.sidecar.shared, kv.sidecar.shared.stored.objects.delete
+        shared = kv.sidecar.shared
         await shared.close()
-        shared.stored.objects.delete = fail
+        refuse(shared.stored.objects, "delete", monkeypatch)
         await kv.sidecar.delete(TENANT, "ctx_1", [])
         for number, group in enumerate((GROUP, OTHER, f"{KEPT_PREFIX}3")):
             for end in (5, 10, 14, 18):
                 await kv.save((100 + number, *SAID[:end]), session_id=group)
         assert len(shared._untidy) == 2
         assert [name for name in objects(tmp_path) if "ctx_1" in name]
-        shared.stored.objects.delete = delete
+        monkeypatch.undo()
         shared.start()
         await written(kv)
     assert not [name for name in objects(tmp_path) if "ctx_1" in name]
@@ -461,7 +381,7 @@ async def test_it_ends_with_its_life_and_no_manager_is_asked(pod, clock, tmp_pat
     async with pod("a") as kv:
         await kv.save(SAID, session_id=GROUP)
         await written(kv)
-    settings = {"store_grace_s": 60, "orphan_after_s": 60, "manager": SaysNothingIsNamed()}
+    settings = {"store_grace_s": 60, "orphan_after_s": 60, "manager": NamedRefs()}
     async with pod("b", **settings) as kv:
         clock.advance(ms=TTL_MS - 1000)
         await kv.sidecar.collect_shared()
@@ -484,21 +404,6 @@ async def test_what_is_used_lives_on_in_the_store_too(pod, clock):
         assert (await kv.sidecar.shared.manifest(TENANT, kept.cache_ref)).expires_at_ms > clock.now_ms()
 
 
-async def test_what_nobody_can_decrypt_ends_when_nothing_may_live_longer(tmp_path, clock):
-    settings = {"store_url": f"file://{tmp_path}/store", "store_interval_s": 1, "store_grace_s": 60}
-    keys = [write_store_keys(tmp_path / name, {"*": [name]}) for name in ("1", "2")]
-    async with SidecarUnderTest(tmp_path / "a", clock=clock, store_keys_file=keys[0], **settings) as kv:
-        await kv.save(SAID, session_id=GROUP)
-        await written(kv)
-    async with SidecarUnderTest(tmp_path / "b", clock=clock, store_keys_file=keys[1], **settings) as kv:
-        clock.advance(s=MAX_TTL_S - 60)
-        await kv.sidecar.collect_shared()
-        assert kinds(tmp_path)["manifests"] == 1
-        clock.advance(s=120)
-        await kv.sidecar.collect_shared()
-    assert objects(tmp_path) == set()
-
-
 async def test_a_full_store_loses_what_is_kept_before_a_context(pod, clock, tmp_path):
     async with pod("a") as kv:
         await kv.save(tuple(range(200, 222)), session_id="ctx_1")
@@ -509,7 +414,7 @@ async def test_a_full_store_loses_what_is_kept_before_a_context(pod, clock, tmp_
     async with pod("b", store_limit_bytes=round(size_bytes / 1.5)) as kv:
         clock.advance(s=60)
         await kv.sidecar.collect_shared()
-    assert {name.split("/")[2] for name in objects(tmp_path) if "/sessions/" in name} == {"ctx_1"}
+    assert sessions(tmp_path) == {"ctx_1"}
 
 
 def counting(kv: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -569,17 +474,11 @@ async def test_where_a_peer_was_named_the_store_is_not_asked(pod, tmp_path, cloc
             assert asked == [GROUP]
 
 
-async def test_a_silent_store_costs_a_moment_and_is_left_alone_for_a_while(pod, clock, monkeypatch):
-    arrived = asyncio.Event()
-
-    async def never(*args, **kwargs):
-        arrived.set()
-        await asyncio.Event().wait()
-
+async def test_a_silent_store_costs_a_moment_and_is_left_alone_for_a_while(pod, clock):
     async with pod("a") as kv:
         ours = await kv.save(SAID[:8], session_id="ctx_1")
         await written(kv)
-        monkeypatch.setattr(kv.sidecar.shared, "of_group", never)
+        arrived = Held(kv.sidecar.shared, "of_group").has_come
         assert [one.cache_ref for one in await find(kv, SAID, ask_s=0.001)] == [ours.cache_ref]
         for number in range(5):
             await find(kv, SAID, group=f"{KEPT_PREFIX}{number}")  # would never end
@@ -599,19 +498,13 @@ async def test_a_silent_store_costs_a_moment_and_is_left_alone_for_a_while(pod, 
         assert not arrived.is_set()
 
 
-async def test_only_so_many_questions_wait_for_the_store_at_once(pod, monkeypatch):
-    gate = asyncio.Event()
-
-    async def slow(*args, **kwargs):
-        await gate.wait()
-        return ()
-
+async def test_only_so_many_questions_wait_for_the_store_at_once(pod):
     async with pod("a") as kv:
-        monkeypatch.setattr(kv.sidecar.shared, "of_group", slow)
+        held = Held(kv.sidecar.shared, "of_group")
         many = borrowing._STORE_QUESTIONS_MAX + 5
         asking = [asyncio.create_task(find(kv, SAID, group=f"{KEPT_PREFIX}{number}")) for number in range(many)]
         await until(lambda: sum(task.done() for task in asking) == 5, what="five were not let wait")
-        gate.set()
+        held.may_go_on.set()
         await asyncio.gather(*asking)
         assert told(kv) == {"none": borrowing._STORE_QUESTIONS_MAX}
 
@@ -620,10 +513,7 @@ async def test_wrong_bytes_in_the_store_are_a_miss_and_not_named_again_at_once(p
     async with pod("a") as kv:
         kept = await kv.save(SAID, session_id=GROUP)
         await written(kv)
-    for path in (tmp_path / "store").rglob("blocks/*"):
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+    flip_last_bytes(tmp_path)
 
     async with pod("b") as kv:
         assert await find(kv, (*SAID, 30, 31))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contextcache.clock import ManualClock
 from contextcache.errors import InvalidRequest, SidecarUnavailable
-from contextcache.model import HeldCacheRef
 from contextcache.names import KEPT_PREFIX, new_cache_ref, prompt_ref
 from kv_sidecar.saves import NewSave
 from kv_sidecar.store import writer
 from kv_sidecar.store.collector import COLLECTOR
 from kv_sidecar.store.objects import ListedObject, ObjectStore, each
 from kv_sidecar.store.stored_kv import KnownBlocks, StoredSession
-from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
+from tests.kit.kv_blocks import TENANT, SidecarUnderTest, brought, written
+from tests.kit.shared_store import Held, NamedRefs, manifests, objects, refuse
 from tests.kit.until import until
 
 TEN = tuple(range(10))
@@ -31,46 +29,10 @@ HOUR_S = 3600
 GROUP = f"{KEPT_PREFIX}{'1' * 32}"
 
 
-class Names:
-    """A manager that knows these names."""
-
-    def __init__(self, *refs: str) -> None:
-        self.refs = set(refs)
-
-    async def orphans(self, held: Sequence[HeldCacheRef]) -> Sequence[int]:
-        return [position for position, it in enumerate(held) if it.cache_ref not in self.refs]
-
-
 @pytest.fixture
-def clock() -> ManualClock:
-    # The store has a clock of its own.
-    return ManualClock(round(time.time() * 1000))
-
-
-@pytest.fixture
-def pod(tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return a running sidecar with a disk of its own, over the one store."""
+def kv_settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     monkeypatch.setattr(writer, "BACKOFF_S", 0.0)
-
-    @asynccontextmanager
-    async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:
-        times = {"orphan_after_s": 100 * HOUR_S, "store_grace_s": 60, "store_interval_s": 10}
-        settings = {"store_url": f"file://{tmp_path}/store"} | times | more
-        async with SidecarUnderTest(tmp_path / name, clock=clock, **settings) as kv:
-            kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
-            yield kv
-
-    return running
-
-
-def objects(tmp_path: Path, kind: str = "") -> set[str]:
-    store = tmp_path / "store"
-    found = {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()} - {COLLECTOR}
-    return {name for name in found if f"/{kind}" in name}
-
-
-def manifests(tmp_path: Path) -> set[str]:
-    return {name.rpartition("/")[2] for name in objects(tmp_path, "manifests/")}
+    return {"orphan_after_s": 100 * HOUR_S, "store_grace_s": 60, "store_interval_s": 10}
 
 
 async def with_its_prompt(kv: SidecarUnderTest) -> NewSave:
@@ -96,34 +58,6 @@ async def test_a_delete_under_an_illegal_name_is_refused_and_leaves_the_writer_n
         assert len(kv.catalog.refs) == 0
 
 
-class Held:
-    """Holds up the store's calls of this kind for objects of this part."""
-
-    def __init__(self, store: ObjectStore, call: str, part: str) -> None:
-        self._do = getattr(store, call)
-        self._part = part
-        self.has_come, self.may_go_on = asyncio.Event(), asyncio.Event()
-        setattr(store, call, self)
-
-    async def __call__(self, name: str, *args: Any) -> Any:
-        if self._part in name:
-            self.has_come.set()
-            await self.may_go_on.wait()
-        return await self._do(name, *args)
-
-
-def refusing(store: ObjectStore, call: str, monkeypatch: pytest.MonkeyPatch, part: str = "") -> None:
-    """Have the store refuse a kind of call for objects of this part until `monkeypatch.undo()`."""
-    do = getattr(store, call)
-
-    def refuse(name: str, *args: Any) -> Any:
-        if part in name:
-            raise SidecarUnavailable("down")
-        return do(name, *args)
-
-    monkeypatch.setattr(store, call, refuse)
-
-
 async def given_up(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -137,7 +71,7 @@ async def test_a_removal_that_the_store_refuses_does_not_slow_the_writes(
         monkeypatch.setattr(writer, "BACKOFF_S", 3600.0)
         shared = kv.sidecar.shared
         await shared.close()
-        refusing(shared.stored.objects, "delete", monkeypatch)
+        refuse(shared.stored.objects, "delete", monkeypatch)
         await kv.sidecar.delete(TENANT, "ctx_9", [new_cache_ref()])
         saved = {(await kv.save((number, *TEN), session_id=f"ctx_{number}")).cache_ref for number in range(4)}
         shared.start()
@@ -153,7 +87,7 @@ async def test_the_end_of_a_prompt_goes_from_the_store_with_its_context_and_neve
         new = await with_its_prompt(kv)
     there = objects(tmp_path)
 
-    async with pod("b", manager=Names(*[new.cache_ref] * is_named)) as kv:
+    async with pod("b", manager=NamedRefs(*[new.cache_ref] * is_named)) as kv:
         clock.advance(s=120)
         await kv.sidecar.collect_shared()
         assert objects(tmp_path) == (there if is_named else set())
@@ -166,7 +100,7 @@ async def test_the_end_of_a_prompt_whose_context_has_left_the_store_goes_alone(p
         await shared.end_delete(shared.begin_delete(TENANT, "ctx_1", [new.cache_ref], is_whole=False))
     assert manifests(tmp_path) == {prompt_ref(new.cache_ref)}
 
-    async with pod("b", manager=Names(new.cache_ref)) as kv:
+    async with pod("b", manager=NamedRefs(new.cache_ref)) as kv:
         clock.advance(s=120)
         await kv.sidecar.collect_shared()
     assert objects(tmp_path) == set()
@@ -179,7 +113,7 @@ async def test_a_copy_under_a_name_that_is_none_keeps_nothing_else_in_the_store(
     stored = tmp_path / "store" / TENANT / "manifests"
     (stored / "copy").write_bytes((stored / new.cache_ref).read_bytes())
 
-    async with pod("b", manager=Names()) as kv:
+    async with pod("b", manager=NamedRefs()) as kv:
         clock.advance(s=120)
         await kv.sidecar.collect_shared()
         assert manifests(tmp_path) == {"copy"}
@@ -207,7 +141,7 @@ async def test_the_end_of_a_prompt_that_alone_is_on_a_pod_takes_no_context_out_o
         new = await with_its_prompt(kv)
     there = objects(tmp_path)
 
-    async with pod("b", manager=Names(new.cache_ref), orphan_after_s=60) as kv:
+    async with pod("b", manager=NamedRefs(new.cache_ref), orphan_after_s=60) as kv:
         await brought(kv, prompt_ref(new.cache_ref))
         await kv.sidecar.collect()
         clock.advance(s=60)
@@ -237,7 +171,7 @@ async def test_a_removal_cut_short_after_its_manifest_leaves_nothing_when_it_is_
     async with pod("b") as kv:
         store = kv.sidecar.shared.stored.objects
         if how == "refused":
-            refusing(store, "delete", monkeypatch, "/holders/")
+            refuse(store, "delete", monkeypatch, "/holders/")
             await kv.sidecar.delete(TENANT, "ctx_1", [new.cache_ref])
             assert manifests(tmp_path) == set() != objects(tmp_path, "blocks/")
             monkeypatch.undo()
@@ -260,7 +194,7 @@ async def test_a_delete_that_is_tried_again_leaves_what_was_made_anew_under_the_
         old = await kv.save(TEN, session_id="my-chat")
         await written(kv)
         clock.advance(ms=round(time.time() * 1000) - clock.now_ms())
-        refusing(kv.sidecar.shared.stored.objects, refused, monkeypatch)
+        refuse(kv.sidecar.shared.stored.objects, refused, monkeypatch)
         await kv.sidecar.delete(TENANT, "my-chat", [old.cache_ref])
         # The store's clock is the real one, and goes on.
         await until(lambda: time.time() * 1000 > clock.now_ms() + 1, what="it is later")
@@ -305,7 +239,7 @@ async def test_a_tidying_cut_short_after_a_manifest_leaves_nothing_when_it_is_tr
     async with pod("a") as kv:
         await kv.save(TEN, session_id=GROUP)
         await written(kv)
-        refusing(kv.sidecar.shared.stored.objects, "delete", monkeypatch, "/holders/")
+        refuse(kv.sidecar.shared.stored.objects, "delete", monkeypatch, "/holders/")
         new = await kv.save((*TEN, *range(20, 30)), session_id=GROUP)
         await until(lambda: manifests(tmp_path) == {new.cache_ref}, what="the shorter one's manifest has gone")
         monkeypatch.undo()
@@ -314,23 +248,16 @@ async def test_a_tidying_cut_short_after_a_manifest_leaves_nothing_when_it_is_tr
 
 
 @pytest.mark.parametrize("session", ["ctx_1", GROUP])
-async def test_a_delete_that_is_given_up_while_the_disk_is_at_it_reaches_the_store(pod, tmp_path, monkeypatch, session):
+async def test_a_delete_that_is_given_up_while_the_disk_is_at_it_reaches_the_store(pod, tmp_path, session):
     async with pod("a") as kv:
         await kv.save(TEN, session_id=session)
         await written(kv)
-        delete, begun, may_go_on = kv.catalog._delete, asyncio.Event(), asyncio.Event()
-
-        async def slow(*args: Any) -> Any:
-            begun.set()
-            await may_go_on.wait()
-            return await delete(*args)
-
-        monkeypatch.setattr(kv.catalog, "_delete", slow)
+        held = Held(kv.catalog, "_delete")
         asked = asyncio.create_task(kv.sidecar.delete(TENANT, session, []))
-        await begun.wait()
+        await held.has_come.wait()
         await given_up(asked)
         assert not await kv.sidecar.shared.of_group(TENANT, session)
-        may_go_on.set()
+        held.may_go_on.set()
         await kv.sidecar.threads.idle()
         await kv.sidecar.flush()
         assert kv.manifest_files() == set()
@@ -342,7 +269,7 @@ async def test_the_end_of_a_pod_removes_what_the_store_did_not_take(pod, tmp_pat
         new = await kv.save(TEN, session_id="ctx_1")
         await written(kv)
         await kv.sidecar.shared.close()
-        refusing(kv.sidecar.shared.stored.objects, "delete", monkeypatch)
+        refuse(kv.sidecar.shared.stored.objects, "delete", monkeypatch)
         await kv.sidecar.delete(TENANT, "ctx_1", [new.cache_ref])
         monkeypatch.undo()
         kv.sidecar.shared.start()
@@ -438,20 +365,12 @@ async def test_a_context_used_since_the_listing_that_it_should_leave_by_stays_wh
     async with pod("a") as kv, pod("b", store_limit_bytes=1) as other:
         await kv.save(TEN, session_id="ctx_1")
         await written(kv)
-        shared = other.sidecar.shared
-        evict, listed, may_go_on = shared.evict, asyncio.Event(), asyncio.Event()
-
-        async def late(*args: Any) -> Any:
-            listed.set()
-            await may_go_on.wait()
-            return await evict(*args)
-
-        shared.evict = late
+        held = Held(other.sidecar.shared, "evict")
         collect = asyncio.create_task(other.sidecar.collect_shared())
-        await listed.wait()
+        await held.has_come.wait()
         new = await kv.save((*TEN, *range(20, 30)), session_id="ctx_1")
         await written(kv)
-        may_go_on.set()
+        held.may_go_on.set()
         await collect
         assert other.counted("store_evicted_contexts_total") == 0
     async with pod("c") as kv:

@@ -89,17 +89,16 @@ async def test_a_tenant_at_its_limit_hears_so_before_it_sends_anything_and_other
         assert kv.counted("refused_saves_total", code="context_quota_exceeded") == 1
 
 
-async def test_a_block_of_two_contexts_counts_once_and_until_both_are_gone(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path) as kv:
-        await kv.save(TEN[:8], session_id="ctx_a")
-        once = used(kv)
-        await kv.save(TEN[:8], session_id="ctx_b")
-        assert used(kv) == once == kv.disk_bytes()
-        await kv.catalog.delete(TENANT, "ctx_a", [])
-        assert used(kv) == once
-        await kv.catalog.delete(TENANT, "ctx_b", [])
+async def test_a_block_of_two_contexts_counts_once_and_until_both_are_gone(kv: SidecarUnderTest) -> None:
+    await kv.save(TEN[:8], session_id="ctx_a")
+    once = used(kv)
+    await kv.save(TEN[:8], session_id="ctx_b")
+    assert used(kv) == once == kv.disk_bytes()
+    await kv.catalog.delete(TENANT, "ctx_a", [])
+    assert used(kv) == once
+    await kv.catalog.delete(TENANT, "ctx_b", [])
 
-        assert used(kv) == 0
+    assert used(kv) == 0
 
 
 async def test_what_is_counted_is_rebuilt_from_the_manifests_at_start(tmp_path: Path) -> None:
@@ -143,10 +142,9 @@ async def test_a_pull_counts_and_is_refused_like_a_save(tmp_path: Path) -> None:
             assert used(kv) == 0
 
 
-async def test_nobody_s_usage_is_not_answered(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path) as kv:
-        with pytest.raises(InvalidRequest):
-            kv.catalog.tenant_usage("")
+async def test_nobody_s_usage_is_not_answered(kv: SidecarUnderTest) -> None:
+    with pytest.raises(InvalidRequest):
+        kv.catalog.tenant_usage("")
 
 
 TURNS = st.lists(

@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 
-from contextcache.clock import ManualClock
 from contextcache.errors import InvalidRequest, StoreUnavailable
 from kv_sidecar.accounts import UsageMeter
 from kv_sidecar.format.ids import BlockKey
@@ -30,11 +29,6 @@ class Sink:
         if self.failures:
             self.failures -= 1
             raise StoreUnavailable("its answer was lost")
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
 
 
 @pytest.fixture

@@ -76,29 +76,27 @@ async def test_other_bytes_are_a_miss_after_a_start_too(tmp_path: Path) -> None:
             await kv.load(new)
 
 
-async def test_a_copy_in_memory_with_other_bytes_goes_and_the_disk_serves(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path) as kv:
-        new = await kv.save(TEN)
-        kept_copy(kv, new)[:] = block_file_bytes(block_meta(kv.plan(new), 1, 0), fill=200)
+async def test_a_copy_in_memory_with_other_bytes_goes_and_the_disk_serves(kv: SidecarUnderTest) -> None:
+    new = await kv.save(TEN)
+    kept_copy(kv, new)[:] = block_file_bytes(block_meta(kv.plan(new), 1, 0), fill=200)
 
-        assert await kv.load(new, in_slots=False) == ["host", "disk", "host"]
-        assert await kv.load(new, in_slots=False) == ["host"] * 3
-        assert kv.counted("bad_memory_copies_total") == 1
-        assert kv.counted("quarantined_files_total") == 0
+    assert await kv.load(new, in_slots=False) == ["host", "disk", "host"]
+    assert await kv.load(new, in_slots=False) == ["host"] * 3
+    assert kv.counted("bad_memory_copies_total") == 1
+    assert kv.counted("quarantined_files_total") == 0
 
 
-async def test_a_flipped_bit_in_memory_is_found_when_it_is_asked_for_in_frames(tmp_path: Path) -> None:
+async def test_a_flipped_bit_in_memory_is_found_when_it_is_asked_for_in_frames(kv: SidecarUnderTest) -> None:
     """Seen failing: with only the head compared, the frames are the bad ones, at every load and every pull."""
-    async with SidecarUnderTest(tmp_path) as kv:
-        new = await kv.save(TEN)
-        kept_copy(kv, new)[-1] ^= 1
-        with pytest.raises(CorruptBlock):
-            await kv.load(new)  # in slots: the reader finds it
+    new = await kv.save(TEN)
+    kept_copy(kv, new)[-1] ^= 1
+    with pytest.raises(CorruptBlock):
+        await kv.load(new)  # in slots: the reader finds it
 
-        assert await kv.load(new, in_slots=False) == ["host", "disk", "host"]
-        assert await kv.load(new) == ["host"] * 3
-        assert kv.counted("bad_memory_copies_total") == 1
-        assert kv.counted("quarantined_files_total") == 0
+    assert await kv.load(new, in_slots=False) == ["host", "disk", "host"]
+    assert await kv.load(new) == ["host"] * 3
+    assert kv.counted("bad_memory_copies_total") == 1
+    assert kv.counted("quarantined_files_total") == 0
 
 
 async def test_the_negative_control_bytes_a_manifest_is_made_to_vouch_for_are_served(tmp_path: Path) -> None:
@@ -110,21 +108,18 @@ async def test_the_negative_control_bytes_a_manifest_is_made_to_vouch_for_are_se
         assert (await fills(kv, new))[1] == 200
 
 
-async def test_a_manifest_names_the_checksum_of_every_stored_file(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path) as kv:
-        for rank in (1, 0):
-            new = new_save(TEN, now_ms=kv.clock.now_ms(), cache_ref="ref_" + "1" * 32, rank=rank, world_size=2)
-            await kv.send_all(new)
-            await kv.catalog.seal(new.cache_ref, rank)
-        manifest = await kv.catalog.open(TENANT, new.cache_ref)
+async def test_a_manifest_names_the_checksum_of_every_stored_file(kv: SidecarUnderTest) -> None:
+    for rank in (1, 0):
+        new = new_save(TEN, now_ms=kv.clock.now_ms(), cache_ref="ref_" + "1" * 32, rank=rank, world_size=2)
+        await kv.send_all(new)
+        await kv.catalog.seal(new.cache_ref, rank)
+    manifest = await kv.catalog.open(TENANT, new.cache_ref)
 
-        stored = [
-            open_block_file(kv.path_of(block_key(manifest, index, rank))).checksum
-            for rank in (0, 1)
-            for index in range(3)
-        ]
-        assert list(manifest.block_checksums) == stored
-        assert len(set(stored)) > 1
+    stored = [
+        open_block_file(kv.path_of(block_key(manifest, index, rank))).checksum for rank in (0, 1) for index in range(3)
+    ]
+    assert list(manifest.block_checksums) == stored
+    assert len(set(stored)) > 1
 
 
 @pytest.mark.parametrize("at_once", [True, False])
