@@ -7,6 +7,7 @@ docs/sdks has some tokens cached, as the engine says, and the example prints how
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import re
@@ -14,21 +15,24 @@ import sys
 from pathlib import Path
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from deploy import client_ts
+from deploy.local.environments import made
 from deploy.local.npm import PROGRAMS, RegistryUnreachable
 from tests.kit.clients import PydanticAI, Vercel
 from tests.kit.fake_vllm import FakeVllm, decode
 from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_server import running_gateway, settings_for
 from tests.kit.pages import blocks, commands
-from tests.kit.turn_pod import MODEL, running_turn_pod
+from tests.kit.turn_pod import MODEL, running_turn_pod, served
 
 PAGES = Path("docs/sdks")
 CACHED = 7
 """Less than any prompt here has."""
 QUESTIONS = ["Name a river in France.", "And one in Spain?", "And one in Italy?"]
 EXAMPLE_S = 90
+LANGFUSE = ("langfuse==5.0.4", "openai==3.57.0")
 _BLOCK = re.compile(r"^```(python|javascript|typescript|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LOCAL_STACK = {"smollm2-135m-instruct": MODEL, "test-key-1234567890": KEY}
 
@@ -52,8 +56,8 @@ async def url(tmp_path, manager, engine):
             yield gateway.url
 
 
-async def printed(command: list[str | Path], example: str, url: str, cwd: Path = Path()) -> str:
-    """Run one example as a program; return what it prints."""
+async def printed(command: list[str | Path], example: str, url: str, cwd: Path = Path(), **variables: str) -> str:
+    """Run one example as a program, with these variables in its environment; return what it prints."""
     for written, ours in ({"http://127.0.0.1:8000": url} | LOCAL_STACK).items():
         assert written in example
         example = example.replace(written, ours)
@@ -62,7 +66,7 @@ async def printed(command: list[str | Path], example: str, url: str, cwd: Path =
         *command,
         example,
         cwd=cwd,
-        env=environment | {"PYTHONPATH": str(Path().absolute()), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        env=environment | {"PYTHONPATH": str(Path().absolute()), "LITELLM_LOCAL_MODEL_COST_MAP": "True"} | variables,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -141,6 +145,42 @@ async def test_the_examples_in_environments_of_their_own_keep_one_conversation(u
     command = [node, "--input-type=module", "--eval"]
     text = await printed(command, examples("vercel-ai", "javascript")[0], url, cwd=program.parent)
     saw_one_conversation(engine, text, QUESTIONS)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+async def test_langfuse_is_told_the_cached_tokens_in_usage_that_it_takes(url, engine):
+    """Langfuse takes usage of integers, or OpenAI's fields alone. Seen failing with `langfuse.openai` and its usage."""
+    exported: list[dict[str, str]] = []
+
+    async def receiver(scope, receive, send):
+        body, more = b"", True
+        while more:
+            event = await receive()
+            body, more = body + event["body"], event["more_body"]
+        headers = dict(scope["headers"])
+        body = gzip.decompress(body) if headers.get(b"content-encoding") == b"gzip" else body
+        taken = [part for one in ExportTraceServiceRequest.FromString(body).resource_spans for part in one.scope_spans]
+        spans = [span for part in taken for span in part.spans]
+        exported.extend({one.key: one.value.string_value for one in span.attributes} for span in spans)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    environment = await asyncio.to_thread(made, "langfuse", LANGFUSE, needed_bytes=1 << 30)
+    async with served(receiver) as port:
+        place = {"LANGFUSE_BASE_URL": f"http://127.0.0.1:{port}"}
+        keys = {"LANGFUSE_PUBLIC_KEY": "pk-lf-1", "LANGFUSE_SECRET_KEY": "sk-lf-1"}
+        command = [environment / "bin" / "python", "-c"]
+        text = await printed(command, examples("langfuse", "python")[0], url, **place, **keys)
+
+    saw_one_conversation(engine, text, QUESTIONS)
+    usages = [json.loads(one["langfuse.observation.usage_details"]) for one in exported]
+    prompts = [len(body["kv_transfer_params"]["prompt_token_ids"]) for body in engine.generations()]
+    assert [(usage["input"], usage["input_cached_tokens"]) for usage in usages] == [
+        (prompt - CACHED, CACHED) for prompt in prompts
+    ]
+    assert all(type(count) is int for usage in usages for count in usage.values())
+    assert len({one["session.id"] for one in exported}) == 1
 
 
 WITH_CALLS = sorted({block.page for block in blocks("sh") if "curl -s" in block.text} - {"docs/sdks/curl.md"})
