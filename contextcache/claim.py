@@ -163,12 +163,19 @@ class Claims:
         return self.text("context_create") == IF_MISSING
 
     def changed(
-        self, *, salt: str = "", order: str = "", previous: str = "", session_id: SessionId = ""
+        self,
+        *,
+        salt: str = "",
+        order: str = "",
+        previous: str = "",
+        session_id: SessionId = "",
+        returns_token_ids: bool = False,
     ) -> bytes | None:
         """Return the body with the tenant's salt and an order for the connector, and without forbidden keys.
 
         `previous` replaces the client's response to continue from. `session_id` replaces the context that the body
-        names. Empty: no change. All four consist of letters, digits, `.`, `_` and `-`.
+        names. `returns_token_ids` asks for the answer's ids. Empty: no change. All four texts consist of letters,
+        digits, `.`, `_` and `-`.
         None: the body can stay as it is. Of repeated keys the last one counts, so appended fields replace the client's.
         Raises InvalidRequest for extra arguments that cannot be checked.
         """
@@ -182,6 +189,8 @@ class Claims:
             ours["previous_response_id"] = b'"%b"' % previous.encode()
         if session_id and self.is_set("session_id"):
             ours["session_id"] = b'"%b"' % session_id.encode()
+        if returns_token_ids:
+            ours["return_token_ids"] = b"true"
         extra = _allowed_arguments(fields.vllm_xargs)
         if extra is not None:
             ours["vllm_xargs"] = _rebuilt_arguments(self.body) if self.is_lenient else extra

@@ -398,7 +398,7 @@ class Gateway:
                 expires_at_ms=now_ms + IDENTITY_TTL_MS,
                 beginning=query.affinity,
                 prefix_at=choice.prefix_at,
-                standby=choice.standby,
+                standby=self.parts.endpoints.standby(query, choice.endpoint),
             )
             if signed.parent_refs and choice.endpoint.name != query.holder:
                 # Elsewhere the names would bring all KV from the shared store. `prefix_at` brings the common beginning.

@@ -26,10 +26,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from random import Random
 
 from contextcache.errors import NoReadyEndpoint
+from contextcache.identity import Standby
 from contextcache.model import ModelId
 from gateway.metrics import Metrics
 from gateway.pods.roster import RETRY_AFTER_S, Roster
@@ -115,18 +116,20 @@ class WatchedEndpoints:
         """Return the pod for a request. Raises NoReadyEndpoint, EndpointsSaturated, TooManyInFlight.
 
         Not `is_made`: the caller only asks whether there is one, and the choice is not counted. `is_turn`: the request
-        has a context, which a vLLM alone would ignore, and gets a standby.
+        has a context, which a vLLM alone would ignore.
         """
         choice = choose_endpoint(self.roster(), query, limits=self.limits, rng=self.rng)
         if is_turn:
             pod = self._named(choice.endpoint.name)
             if pod is not None and not pod.runs_turns:
                 raise NoReadyEndpoint("the pod runs no turns and would ignore the context", retry_after_s=RETRY_AFTER_S)
-            standby = standby_for(self.roster(), query, choice.endpoint, rng=self.rng, limits=self.limits)
-            choice = replace(choice, standby=standby)
         if is_made:
             self._choices[choice.reason].inc()
         return choice
+
+    def standby(self, query: RouteQuery, chosen: Endpoint) -> Standby | None:
+        """Return the pod that continues the answer of `chosen` if its engine fails; None: no pod can."""
+        return standby_for(self.roster(), query, chosen, rng=self.rng, limits=self.limits)
 
     def roster(self) -> Roster:
         """Return all listed pods; the same object until a pod comes, goes, or changes readiness or models."""

@@ -11,7 +11,7 @@ Rules, in this order:
    share of new contexts.
 5. Other requests go to the least loaded pod.
 
-A request that a turn process answers also gets a standby (`standby_for`): the pod that continues the answer if the
+A turn, and a request whose KV is kept, also gets a standby (`standby_for`): the pod that continues the answer if the
 chosen pod's engine fails.
 
 Of many pods only a few are compared: the holder, pods that know the beginning, pods next to it on the hash ring, or a
@@ -98,8 +98,6 @@ class Choice:
     """True: KV will stay on this pod that was not there, of a new context or of one that left its holder."""
     prefix_at: str = ""
     """Sidecar of a pod that has served this beginning, if the chosen pod has not; empty: none is known."""
-    standby: Standby | None = None
-    """Pod that continues a turn's answer if the chosen pod's engine fails; None: no pod can."""
 
 
 def choose_endpoint(roster: Roster, query: RouteQuery, *, limits: LoadLimits, rng: Random) -> Choice:

@@ -145,7 +145,10 @@ class BreakingEngine:
             await _whole(send, 503, {"error": {"message": "starting"}})
             return
         params = request.get("kv_transfer_params") or {}
-        prompt = params["prompt_token_ids"] if chat else request["prompt"]
+        prompt = params.get("prompt_token_ids") if chat else request.get("prompt")
+        if not isinstance(prompt, list):
+            said = request.get("prompt") or "".join(f"<{one['role']}>{one['content']}" for one in request["messages"])
+            prompt = encode(said)
         frame = {
             "id": f"{self.name}-{len(self.requests)}",
             "object": "chat" if chat else "text",
@@ -159,6 +162,10 @@ class BreakingEngine:
         for sent, event in enumerate(self._events(chat, request, prompt, frame)):
             if sent == after:
                 break
+            if not request.get("return_token_ids"):
+                for told in (event, *event["choices"]):
+                    told.pop("token_ids", None)
+                    told.pop("prompt_token_ids", None)
             await _event(send, event)
         else:
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})

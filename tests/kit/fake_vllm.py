@@ -275,6 +275,10 @@ class FakeVllm:
                 event["usage"] = counts | {"total_tokens": sum(counts.values())}
         if options.get("include_usage"):
             events.append({**frame, "choices": [], "usage": usage})
+        if not request.get("return_token_ids"):
+            for choice in (choice for event in events for choice in event["choices"]):
+                choice.pop("token_ids", None)
+                choice.pop("prompt_token_ids", None)
         stream = [f"data: {json.dumps(event)}\n\n".encode() for event in events] + [b"data: [DONE]\n\n"]
         if self.fail_after is not None:
             stream[self.fail_after : -1] = [b'data: {"error": {"message": "boom", "code": 500}}\n\n']

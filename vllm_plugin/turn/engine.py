@@ -94,9 +94,10 @@ class Engine:
         answer = await self.ask("/detokenize", {"model": model, "tokens": list(token_ids)})
         return str(answer["prompt"])
 
-    async def generate(self, path: str, body: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def generate(self, path: str, body: dict[str, Any] | bytes, receive: Receive, send: Send) -> None:
         """Run one completion; the answer goes to `send` as ASGI messages, `receive` reports the client's leaving."""
-        await self._app(self._scope_for(path, raw := _encode(body)), body_then(raw, receive), send)
+        raw = body if isinstance(body, bytes) else _encode(body)
+        await self._app(self._scope_for(path, raw), body_then(raw, receive), send)
 
     async def _tokens(self, body: dict[str, Any]) -> tuple[int, ...]:
         answer = await self.ask("/tokenize", body)

@@ -2,29 +2,65 @@
 
 vLLM renders the prompt as always, so nothing stored can get into it: a wrong match costs time, never an answer. No
 session, no lease, no transcript, no manager: with all of those away it still hits. A fault here leaves a plain request.
+
+The answer outlives its engine as a turn's does (`resuming.py`). A stream of one completion or chat is read on its way,
+so that it can continue in its middle. All other answers pass unread, and begin anew if the client has nothing of them.
 """
 
 from __future__ import annotations
 
-import secrets
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from contextcache.claim import RESPONSES_PATH, Claims
+from typing_extensions import override
+
+from contextcache.claim import RESPONSES_PATH, Claims, read_object
 from contextcache.clock import Clock
+from contextcache.errors import ContextCacheError, InvalidRequest
 from contextcache.hints import Hints, marked_ms, read_hints
-from contextcache.identity import Identity, KVTransfer, cache_salt, sign_kv_transfer
+from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, cache_salt, sign_kv_transfer
 from contextcache.model import LoadedKV, ModelId
 from contextcache.names import new_cache_ref
-from vllm_plugin.turn.answer.events import begins_stream
+from vllm_plugin.turn.answer.chat import GIVEN_UP, UNREADABLE, JsonAnswer, SseAnswer
+from vllm_plugin.turn.answer.delivery import Delivery
+from vllm_plugin.turn.answer.events import Event
 from vllm_plugin.turn.answer.plain_diagnostics import Asked, Diagnosed, PlainDiagnostics
 from vllm_plugin.turn.answer.receipt import TIER_SOURCES
-from vllm_plugin.turn.engine import Message, Send
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
+from vllm_plugin.turn.prompt.request import CHAT_PATH, COMPLETIONS_PATH, ClientPrompt, TurnRequest, read_turn
+from vllm_plugin.turn.resuming import Resuming
+from vllm_plugin.turn.settings import TurnSettings
+from vllm_plugin.turn.turn import AnsweredRequest, Client
+from vllm_plugin.turn.waiting import TurnPatience
 
 _TTL_S = 3600
 """Seconds for which the KV of a request without a context is kept after its last use: an agent's pause."""
-_REQUEST_ID_CHARS = 64
+_ABORT = b'"abort"'
+"""In a text the quotation marks are escaped."""
+
+
+def read_kept(path: str, raw: bytes, headers: Mapping[str, str]) -> tuple[TurnRequest, bool]:
+    """Return a kept request as a turn's, and whether it asks for a stream.
+
+    Its `stream` is false if the answer passes unread: then no other field of it has a meaning.
+    """
+    request = TurnRequest(
+        path, "", ClientPrompt(), {}, *(False,) * 4, None, None, commit=False, expected_generation=None
+    )
+    try:
+        body = read_object(raw)
+        is_stream = body.get("stream") is True
+        if is_stream and path in (COMPLETIONS_PATH, CHAT_PATH):
+            read = read_turn(path, body, headers)
+            request = request if read.prefill_only else read
+    except InvalidRequest:
+        return request, b'"stream"' in raw  # the engine may read it
+    return request, is_stream
 
 
 @dataclass
@@ -32,47 +68,88 @@ class KeptRequests:
     """Gives the engine its orders, and the client its receipt. One per turn process."""
 
     secret: bytes
+    settings: TurnSettings
     kv: KVStore
     clock: Clock
     metrics: TurnMetrics
     diagnostics: PlainDiagnostics = field(default_factory=PlainDiagnostics)
 
-    def begin(
-        self, path: str, identity: Identity, claims: Claims, send: Send, asked: Asked | None = None
-    ) -> tuple[bytes, Send]:
-        """Return the engine's body and the `send` of its answer. `asked`: its request for diagnostics.
+    async def answer(
+        self, client: Client, claims: Claims, read: tuple[TurnRequest, bool], asked: Asked | None = None
+    ) -> None:
+        """Have the engine answer. `asked`: its request for diagnostics.
 
-        Raises InvalidRequest for malformed hints.
+        Raises InvalidRequest for malformed hints, EngineFailed, NoReadyEndpoint.
         """
         if asked is not None:
-            send = Diagnosed(self.diagnostics, identity.tenant, asked, send)
-        # Join the gateway's name and one of ours: retries of a proxy share the first.
-        request_id = f"{identity.request_id[:_REQUEST_ID_CHARS]}-{secrets.token_hex(8)}"
+            client.send = Diagnosed(self.diagnostics, client.identity.tenant, asked, client.send)
         hints = Hints(read_hints(claims.value("kv_hints")), marked_ms(claims.body))
+        request, is_stream = read
+        group, save_ref = client.identity.kept, new_cache_ref()
+        kept = AnsweredRequest(client, request, save_ref=save_ref, session_id=group, is_stream=is_stream)
+        reader = partial(_ReadStream if request.stream else _UnreadAnswer, kept)
+        delivery = Delivery(kept, self, TurnPatience(self.settings.engine_timeout_s), reader)
+        resuming = Resuming(
+            kept, delivery, self.settings, self.metrics, partial(self._engine_body, kept, claims, hints)
+        )
+        try:
+            async with client.keep_alive.filling(stream=is_stream):
+                await resuming.run()
+        except ContextCacheError:
+            if not (client.search.has_left or await delivery.send_refusal()):
+                raise
+
+    def _engine_body(
+        self, kept: AnsweredRequest, claims: Claims, hints: Hints, known_ids: Sequence[int], changed: dict[str, Any]
+    ) -> dict[str, Any] | bytes:
+        """Return the client's bytes with an order; for the rest of an answer, a body with ids."""
+        identity = kept.client.identity
         order = KVTransfer(
             tenant=identity.tenant,
-            session_id=identity.kept,
-            request_id=request_id,
+            session_id=kept.session_id,
+            request_id=kept.part_id,
             load=(),
-            save=new_cache_ref(),
+            save=kept.save_ref,
             expires_at_ms=self.clock.now_ms() + _TTL_S * 1000,
             beginning=identity.beginning,
-            prefix_at=identity.prefix_at,
+            prefix_at=kept.kv_at or identity.prefix_at,
             retain_ms=hints.retain_ms(),
             pinned=hints.pinned,
         )
+        signed = sign_kv_transfer(order, self.secret)
         # No model in the salt: it is that of the tenant's requests which are not kept.
         salt = cache_salt(identity.tenant, ModelId(""), self.secret)
-        body = claims.changed(salt=salt, order=sign_kv_transfer(order, self.secret))
+        if known_ids:
+            prompt, messages = [*kept.prompt_ids, *known_ids], kept.request.prompt.messages or ()
+            return kept.request.engine_body(prompt, messages, {KV_TRANSFER_KEY: signed}, salt) | changed
+        body = claims.changed(salt=salt, order=signed, returns_token_ids=kept.request.stream)
         assert body is not None, "an order is a change"
-        return body, _Receipt(self, request_id, send, comes_first=path == RESPONSES_PATH)
+        return body
 
-    async def receipt(self, request_id: str, *, is_whole: bool) -> list[tuple[bytes, bytes]]:
+    async def stream_receipt(self, kept: AnsweredRequest) -> list[tuple[str, str]]:
+        """Return a stream's headers at its first bytes: by then the engine has reported its reuse.
+
+        vLLM 0.32 begins a stream of responses before it asks the engine: it has no receipt, and counts at its end.
+        """
+        return [] if kept.request.path == RESPONSES_PATH else await self._receipt(kept, is_whole=False)
+
+    async def settle(
+        self, kept: AnsweredRequest, answer: JsonAnswer | SseAnswer
+    ) -> tuple[list[tuple[str, str]], bytes]:
+        """Return the headers of a whole answer, and the end of the bytes."""
+        is_counted = kept.is_stream and kept.request.path != RESPONSES_PATH
+        return [] if is_counted else await self._receipt(kept, is_whole=True), answer.closing({}, {})
+
+    async def abort(self, kept: AnsweredRequest) -> None:
+        """Do nothing: the KV is kept as far as it was computed."""
+
+    async def _receipt(self, kept: AnsweredRequest, *, is_whole: bool) -> list[tuple[str, str]]:
         """Return the headers of the reuse, and count it; no headers without the connector's report.
 
         `is_whole`: the answer is made, so the word is on its way, and is waited for longer.
         """
-        report = await self.kv.loaded(request_id, {}, is_whole=is_whole)
+        report = None if kept.holder else await self.kv.loaded(kept.part_id, {}, is_whole=is_whole)
+        kept.loaded = report  # another pod's sidecar tells its own requests alone
         if report is None:
             self.metrics.kept_requests.labels(verdict="unknown", reason="").inc()
             return []
@@ -81,34 +158,59 @@ class KeptRequests:
         headers = [("x-context-cache", verdict), ("x-context-cached-tokens", str(cached)), ("x-context-source", source)]
         if report.loaded_tokens and report.restore_ms is not None:
             headers.append(("server-timing", f"restore;dur={report.restore_ms:.1f}"))
-        return [(name.encode(), value.encode()) for name, value in headers]
+        return headers
 
 
-@dataclass
-class _Receipt:
-    """Holds the head of an answer until its first bytes are there: by then the engine has reported its reuse."""
+class _ReadStream(SseAnswer):
+    """Stream of one completion or chat, without the token ids that only we asked for."""
 
-    kept: KeptRequests
-    request_id: str
-    send: Send
-    comes_first: bool
-    """vLLM 0.32 begins a stream of this route before it asks the engine: it has no receipt, and counts at its end."""
-    _head: Message | None = None
-    _is_counted_late: bool = False
+    def __init__(self, kept: AnsweredRequest) -> None:
+        super().__init__(kept.request)
+        self._kept = kept
 
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] == 200:  # OK
-            if not (self.comes_first and begins_stream(message)):
-                self._head = message
-                return
-            self._is_counted_late = True
-        head, self._head = self._head, None
-        if head is not None:
-            receipt = await self.kept.receipt(self.request_id, is_whole=not begins_stream(head))
-            await self.send({**head, "headers": [*head.get("headers", ()), *receipt]})
-        await self.send(message)
-        if self._is_counted_late and message["type"] == "http.response.body" and not message.get("more_body"):
-            await self.kept.receipt(self.request_id, is_whole=True)
+    @override
+    def complete(self) -> None:
+        """Check that the stream came to its end. Raises EngineFailed, NoReadyEndpoint."""
+        if self._usage_event is None and not self._request.wants_usage_chunk:
+            self._usage_event = {}
+        super().complete()
+
+    @override
+    def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
+        """Return the last events as the engine sent them."""
+        return b"".join(self.last_events())
+
+    @override
+    def _take_answer_event(self, event: Event, answer: dict[str, Any]) -> bytes:
+        if not self._kept.prompt_ids:
+            choice = (answer.get("choices") or [{}])[0]
+            self._kept.prompt_ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids") or ()
+        return super()._take_answer_event(event, answer)
+
+
+class _UnreadAnswer(JsonAnswer):
+    """Answer of any kind, byte for byte."""
+
+    def __init__(self, kept: AnsweredRequest) -> None:
+        super().__init__(kept.request)
+        self._is_stream = kept.is_stream
+
+    @override
+    def feed(self, chunk: bytes) -> bytes:
+        return chunk if self._is_stream else super().feed(chunk)
+
+    @override
+    def complete(self) -> None:
+        """Raise NoReadyEndpoint for a whole completion or chat that the engine gave up."""
+        if _ABORT in self._body:
+            with suppress(*UNREADABLE):
+                reasons = {choice["finish_reason"] for choice in json.loads(bytes(self._body))["choices"]}
+                self.result.finish_reason = next(iter(reasons & GIVEN_UP), None)
+        self.result.finish(prefill_only=False)
+
+    @override
+    def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
+        return bytes(self._body)
 
 
 def _verdict(report: LoadedKV) -> tuple[str, int, str]:

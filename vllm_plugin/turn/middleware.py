@@ -74,7 +74,7 @@ from vllm_plugin.turn.engine import (
     ping,
     send_error,
 )
-from vllm_plugin.turn.kept import KeptRequests
+from vllm_plugin.turn.kept import KeptRequests, read_kept
 from vllm_plugin.turn.prompt.request import CONTEXT_PATH, MESSAGES_PATH, TurnRequest, read_new_session
 from vllm_plugin.turn.story import TurnStory
 from vllm_plugin.turn.turn import Client
@@ -101,7 +101,7 @@ class TurnMiddleware:
         self._secret = read_secret(self._settings.secret_file)
         self._kept: KeptRequests | None = None
         if not self._settings.lmcache_url:  # LMCache keeps plain requests itself
-            self._kept = KeptRequests(self._secret, story.kv, story.clock, story.metrics)
+            self._kept = KeptRequests(self._secret, self._settings, story.kv, story.clock, story.metrics)
         self._dialects: Mapping[str, Dialect] = {MESSAGES_PATH: Anthropic(), RESPONSES_PATH: Responses()}
         """Dialects of their own; other routes have the engine's."""
         self._large_bodies = LargeBodies()
@@ -133,8 +133,7 @@ class TurnMiddleware:
                 if is_unrouted or is_signed or self._settings.single_tenant:
                     await self._answer_client(client, token, is_unrouted=is_unrouted)
                 else:
-                    with self._body_queue.receive(client.tag, receive) as handed:
-                        await self._app(scope, handed, answering)
+                    await self._hand_over(client.tag, scope, receive, answering)
         except TooManyInFlight as exc:
             await self._refuse(exc, answering)
 
@@ -236,7 +235,7 @@ class TurnMiddleware:
                 await self._pass(client, raw)
                 return
         # The engine refuses other types without a context. A page of another origin needs permission to send this one.
-        if client.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        if not _is_json(client):
             raise InvalidRequest("Content-Type must be application/json", param="Content-Type")
         client.dialect = self._dialects.get(path, client.dialect)
         await client.dialect.prepare(client.engine)
@@ -296,12 +295,21 @@ class TurnMiddleware:
 
     async def _pass_plain(self, client: Client, raw: bytes) -> None:
         """Let a request without a context through, with an order to keep its KV if its key asks for that."""
-        if client.identity.kept and self._kept is not None:
+        if client.identity.kept and self._kept is not None and _is_json(client):
             claims = await self._large_bodies.read(partial(read_claims, path=client.path), raw)
             if claims is not None:
                 asked = await self._large_bodies.read(partial(read_asked, client.path), raw)
-                raw, client.send = self._kept.begin(client.path, client.identity, claims, client.send, asked)
+                read = await self._large_bodies.read(partial(read_kept, client.path, headers=client.headers), raw)
+                client.search.app = partial(self._hand_over, client.tag)
+                client.engine = Engine(client.search.app, client.scope)
+                await self._kept.answer(client, claims, read, asked)
+                return
         await self._pass(client, raw)
+
+    async def _hand_over(self, tag: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Give the engine a request, one large body after the other."""
+        with self._body_queue.receive(tag, receive) as handed:
+            await self._app(scope, handed, send)
 
     async def _pass(self, client: Client, body: bytes) -> None:
         """Give the engine the request with its whole body."""
@@ -309,9 +317,9 @@ class TurnMiddleware:
         headers = [*others, (b"content-length", str(len(body)).encode())]
         answering = client.keep_alive
         is_stream = answering.silence_s is not None and await self._large_bodies.read(_asks_for_stream, body)
-        with self._body_queue.receive(client.tag, body_then(body, client.receive)) as receive:
-            async with answering.filling(stream=is_stream):
-                await self._app({**client.scope, "headers": headers}, receive, client.send)
+        receive = body_then(body, client.receive)
+        async with answering.filling(stream=is_stream):
+            await self._hand_over(client.tag, {**client.scope, "headers": headers}, receive, client.send)
 
     async def _body_of(self, client: Client, held: TakeBytes | None) -> bytes:
         """Return the whole request body, counted in `held`.
@@ -338,6 +346,10 @@ class TurnMiddleware:
             log.warning("turn refused", extra={"code": error.code, "error": told, "cause": cause_of(error)})
         if not answering.has_begun:  # else the answer has begun; it ends without its end
             await send_error(answering, error)
+
+
+def _is_json(client: Client) -> bool:
+    return client.headers.get("content-type", "").split(";")[0].strip().lower() == "application/json"
 
 
 def _asks_for_stream(raw: bytes) -> bool:

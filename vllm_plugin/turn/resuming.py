@@ -38,7 +38,7 @@ from vllm_plugin.turn.answer.rest import (
 from vllm_plugin.turn.engine import Engine, Message
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.settings import TurnSettings
-from vllm_plugin.turn.turn import Turn
+from vllm_plugin.turn.turn import AnsweredRequest
 from vllm_plugin.turn.waiting import TurnPatience
 
 log = logging.getLogger(__name__)
@@ -77,16 +77,14 @@ PHASES = Phases(
 
 @dataclass
 class Resuming:
-    """Delivers one answer, part by part. Used by the turn's task alone."""
+    """Delivers one answer, part by part. Used by the request's task alone."""
 
-    turn: Turn
-    delivery: Delivery
+    turn: AnsweredRequest
+    delivery: Delivery[Any]
     settings: TurnSettings
     metrics: TurnMetrics
-    patiences: set[TurnPatience]
-    """Patiences of all turns, which end with the process."""
-    body_of: Callable[[Turn, Sequence[int]], dict[str, Any]]
-    """Returns the engine's body for a prompt that ends with these ids of the answer."""
+    body_of: Callable[[Sequence[int], dict[str, Any]], dict[str, Any] | bytes]
+    """Returns the engine's body for a prompt that ends with these ids of the answer, with fields that differ."""
     phase: Phase = Phase.ANSWERING
     _num_engines: int = 0
     _part: PartOfStream = field(default_factory=PartOfStream)
@@ -127,22 +125,22 @@ class Resuming:
     async def _ask(self, known_ids: Sequence[int]) -> None:
         """Have the engine answer one part, to its end or to a break."""
         turn, patience = self.turn, TurnPatience(self.settings.engine_timeout_s)
-        body = self.body_of(turn, known_ids) | rest_fields(turn.request, len(known_ids))
+        body = self.body_of(known_ids, rest_fields(turn.request, len(known_ids)))
         self.delivery.patience, self._withheld, self._status = patience, None, 0
-        self.patiences.add(patience)
+        self._search.patiences.add(patience)
         try:
             async with patience.watching():
                 await turn.client.engine.generate(
                     turn.request.path, body, patience.receive(self._search.receive), self._take
                 )
         except TimeoutError:
-            log.warning("engine did not end a request", extra={"session_id": turn.session.session_id})
+            log.warning("engine did not end a request", extra={"session_id": turn.session_id})
         except Exception as exc:
-            if self._has_fault or not self._search.is_possible:
+            if self._has_fault or self._search.standbys is None:
                 raise
             log.warning("engine broke off", extra={"reason": type(exc).__name__})
         finally:
-            self.patiences.discard(patience)
+            self._search.patiences.discard(patience)
 
     async def _take(self, message: Message) -> None:
         """Take one ASGI message of the engine's; withhold the events by which it gives up."""
@@ -155,7 +153,11 @@ class Resuming:
             if cut is None:
                 return
             message = cut
-            if self.phase is Phase.ASKED and message.get("body") and (self._is_cut or not message.get("more_body")):
+            if (
+                self.phase is Phase.ASKED
+                and message.get("body")
+                and (self.turn.is_stream or not message.get("more_body"))
+            ):
                 self._note_resumed()
         try:
             await self.delivery.take(message)
@@ -168,7 +170,7 @@ class Resuming:
     @property
     def _is_cut(self) -> bool:
         """Whether the answer is a stream that can be continued."""
-        return self.turn.request.stream and self._search.is_possible
+        return self.turn.request.stream and self._search.standbys is not None
 
     def _cut(self, message: Message) -> Message | None:
         """Return the part of a body that may pass."""
@@ -207,7 +209,7 @@ class Resuming:
         self._broke_s = 0.0
         self.metrics.resumed_answers.labels(outcome="own" if self._search.at is None else "standby").inc()
         get_current_span(turn.trace).add_event("answer resumed", told)
-        log.info("answer resumed", extra={"session_id": turn.session.session_id, **told})
+        log.info("answer resumed", extra={"session_id": turn.session_id, **told})
 
     def _check_break(self) -> None:
         """Raise CannotResume unless the engine broke off and another may be asked."""
@@ -220,6 +222,8 @@ class Resuming:
         if self._verdict is not None:
             raise self._verdict
         gave_up = self.delivery.answer.result.finish_reason in GIVEN_UP
+        if not self.turn.request.stream and self.turn.client.keep_alive.has_begun:
+            raise CannotResume("unread")
         if failure is not None and self._status == 200 and not gave_up and self._withheld is None:
             raise CannotResume("unreadable")
 
@@ -239,7 +243,7 @@ class Resuming:
             async with patience.watching():
                 await self.delivery.take(message)
         except TimeoutError:
-            log.warning("client did not take its answer", extra={"session_id": self.turn.session.session_id})
+            log.warning("client did not take its answer", extra={"session_id": self.turn.session_id})
 
     async def _find_engine(self) -> Known:
         """Find an engine that decodes the known tokens. Raises CannotResume."""
@@ -259,8 +263,10 @@ class Resuming:
 
     async def _known_at(self, engine: Engine) -> Known:
         """Return the part that the client has, with its text. Raises CannotResume, and the engine's errors."""
-        request, result, prompt = self.turn.request, self.delivery.answer.result, self.turn.prompt.token_ids
+        request, result, prompt = self.turn.request, self.delivery.answer.result, self.turn.prompt_ids
         ids, shown = list(result.token_ids), result.text or result.tool_calls or result.has_reasoning
+        if request.stream and shown and not (ids and prompt):
+            raise CannotResume("unread")
         if not ids or not (shown or tells_tokens(request)) or not request.stream:
             return self._known(())
         check_state(request, result)
@@ -283,7 +289,7 @@ class Resuming:
         loaded, result = self.turn.loaded, self.delivery.answer.result
         return Known(
             self._part.head,
-            len(self.turn.prompt.token_ids),
+            len(self.turn.prompt_ids),
             ids,
             text,
             len(result.text) if ids else 0,
@@ -313,9 +319,9 @@ class Resuming:
         self._advance("given up")
         if reason == "client":
             self.delivery.patience.lost_with = reason
-        if self._search.is_possible and reason != "client" and broke:
+        if self._search.standbys is not None and reason != "client" and broke:
             self.metrics.resumed_answers.labels(outcome=reason).inc()
-            log.warning("answer not resumed", extra={"session_id": self.turn.session.session_id, "reason": reason})
+            log.warning("answer not resumed", extra={"session_id": self.turn.session_id, "reason": reason})
         if self._withheld is not None:
             await self._deliver(self._withheld)
         if not self.delivery.complete:

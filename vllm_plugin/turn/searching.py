@@ -48,11 +48,6 @@ class EngineSearch:
     has_left: bool = False
     """The client closed its connection."""
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether the process outlives its engine."""
-        return self.standbys is not None
-
     async def receive(self) -> Message:
         """Return the client's next message."""
         message = await self.client.receive()
@@ -63,7 +58,7 @@ class EngineSearch:
         """Raise CannotResume if no other engine may be asked."""
         if self.has_left:
             raise CannotResume("client")
-        if not self.is_possible:
+        if self.standbys is None:
             raise CannotResume("same_process")
         if self.client.headers.get(HEADER, "").strip().lower() == "off":
             raise CannotResume("opted_out")

@@ -77,8 +77,8 @@ class TurnSettings(TlsSettings, TracingSettings):
     resume_timeout_s: float = Field(
         60.0,
         ge=0,
-        description="Seconds for which a turn whose engine is gone, before its answer or in its middle, waits for an "
-        "engine that goes on. 0: it ends at once. Only a turn process of its own outlives its engine.",
+        description="Seconds for which a turn, or a request whose KV is kept, waits for an engine if its own is gone, "
+        "before the answer or in its middle. 0: it ends at once.",
     )
     drain_timeout_s: float = Field(
         60.0,

@@ -16,6 +16,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import get_current_span
@@ -61,7 +62,7 @@ from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.prompt.comparing import compare
 from vllm_plugin.turn.prompt.composition import compose_first, compose_turn
 from vllm_plugin.turn.prompt.matching import match, under_instructions
-from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, with_new_messages
+from vllm_plugin.turn.prompt.request import TurnRequest, with_new_messages
 from vllm_plugin.turn.prompt.transcript import Transcript
 from vllm_plugin.turn.resuming import Resuming
 from vllm_plugin.turn.searching import EngineSearch
@@ -159,7 +160,15 @@ class TurnStory:
                 new, lease_id=lease_id, lease_ttl_ms=self.settings.lease_ttl_ms, repeatable=request.repeatable
             )
         request = under_instructions(request, (), ContextMode.AUTO, has_stored_ids=False)
-        turn = Turn(client, request, session, lease_id, new_cache_ref(), is_create=True, started_ms=self.clock.now_ms())
+        turn = Turn(
+            client,
+            request,
+            session,
+            lease_id,
+            save_ref=new_cache_ref(),
+            is_create=True,
+            started_ms=self.clock.now_ms(),
+        )
         async with self._lease(turn):
             crash_point(BEGUN)
             self._note_served(new.session_id)
@@ -185,7 +194,9 @@ class TurnStory:
         session = replace(session, model_id=session.model_id or request.model)
         commits = request.commit and session.mode is SessionMode.SESSION
         save_ref = new_cache_ref() if commits else None
-        turn = Turn(client, request, session, lease_id, save_ref, is_create=False, started_ms=self.clock.now_ms())
+        turn = Turn(
+            client, request, session, lease_id, save_ref=save_ref, is_create=False, started_ms=self.clock.now_ms()
+        )
         async with self._lease(turn):
             crash_point(BEGUN)
             if session.model_id != request.model:
@@ -254,7 +265,8 @@ class TurnStory:
     async def _run(self, turn: Turn) -> None:
         """Let the engine answer and deliver it, settling the turn before the last byte."""
         turn.advance("prompt composed")
-        given, window = len(turn.prompt.token_ids), turn.client.engine.max_model_len
+        turn.prompt_ids = turn.prompt.token_ids
+        given, window = len(turn.prompt_ids), turn.client.engine.max_model_len
         if not given:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         if window is not None and given >= window:
@@ -264,7 +276,8 @@ class TurnStory:
                 "context, or set `truncation`"
             )
         turn.timings_ms["compose"] = self.clock.now_ms() - turn.started_ms
-        delivery = Delivery(turn, self._settlement, TurnPatience(self.settings.engine_timeout_s))
+        reader = partial(turn.client.dialect.answer, turn)
+        delivery = Delivery(turn, self._settlement, TurnPatience(self.settings.engine_timeout_s), reader)
         if turn.load_refs:
             self.kv.expect_load(turn.request_id)
         try:
@@ -281,11 +294,11 @@ class TurnStory:
             delivery.answer.close()
             await self.kv.forget_load(turn.request_id)
 
-    async def _generate(self, turn: Turn, delivery: Delivery) -> None:
+    async def _generate(self, turn: Turn, delivery: Delivery[Turn]) -> None:
         """Have the engine answer. Raises EngineFailed, NoReadyEndpoint when that came to no end, or took too long."""
         crash_point(BEFORE_ENGINE)
         turn.advance("engine asked")
-        answer = Resuming(turn, delivery, self.settings, self.metrics, self._patiences, self._engine_body)
+        answer = Resuming(turn, delivery, self.settings, self.metrics, partial(self._engine_body, turn))
         try:
             await answer.run()
         finally:
@@ -307,25 +320,14 @@ class TurnStory:
         if len(self._served) > _SERVED_MAX:
             del self._served[next(iter(self._served))]
 
-    def _engine_body(self, turn: Turn, known_ids: Sequence[int]) -> dict[str, Any]:
+    def _engine_body(self, turn: Turn, known_ids: Sequence[int], changed: dict[str, Any]) -> dict[str, Any]:
         """Return vLLM's body: the client's own fields, our prompt, and the connector's orders.
 
-        `known_ids`: leading ids of the answer, after which the engine continues.
+        `known_ids`: leading ids of the answer, after which the engine continues. `changed`: fields for that.
         """
         request, prompt = turn.request, [*turn.prompt.token_ids, *known_ids]
         kv_transfer, salt = self._kv_order(turn, prompt)
-        body: dict[str, Any] = {
-            **request.engine_fields,
-            "cache_salt": salt,
-            "return_token_ids": True,
-            "kv_transfer_params": kv_transfer,
-        }
-        if request.path == CHAT_PATH:
-            body["messages"] = list(turn.prompt.messages)
-            # vLLM 0.32 renderers/online_renderer.py: these ids are used instead of rendering the messages.
-            kv_transfer["prompt_token_ids"] = prompt
-        else:
-            body["prompt"] = prompt
+        body = request.engine_body(prompt, turn.prompt.messages, kv_transfer, salt) | changed
         if request.prefill_only:
             body["max_tokens"] = 1
             body.pop("max_completion_tokens", None)
@@ -348,8 +350,7 @@ class TurnStory:
         order = KVTransfer(
             tenant=session.tenant,
             session_id=session.session_id,
-            # The report of the first load is the turn's.
-            request_id=f"{turn.request_id}-{len(turn.resumed)}" if turn.left_refs else turn.request_id,
+            request_id=turn.part_id,
             load=(*turn.left_refs, *turn.load_refs),
             save=turn.save_ref,
             expires_at_ms=session.expires_at_ms,

@@ -1,15 +1,17 @@
-"""The record of one turn with its client, and its phases. `Turn.advance` alone changes the phase."""
+"""The record of one request with its client, and the phases of a turn. `Turn.advance` alone changes the phase."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from opentelemetry.context import Context, get_current
+from typing_extensions import override
 
 from contextcache.identity import Identity
-from contextcache.model import NO_PROMISE, CacheRef, CacheSessionMetadata, LoadedKV, Promise, UsageFormat
+from contextcache.model import NO_PROMISE, CacheRef, CacheSessionMetadata, LoadedKV, Promise, SessionId, UsageFormat
 from contextcache.phases import Phases
 from vllm_plugin.turn.answer.chat import Dialect
 from vllm_plugin.turn.answer.diagnostics import Comparison
@@ -88,51 +90,74 @@ class Client:
 
 
 @dataclass(slots=True)
-class Turn:
-    """One turn while it runs."""
+class AnsweredRequest:
+    """A request that engines answer, in one part or in several: a turn, or a request whose KV is kept."""
 
     client: Client
     request: TurnRequest
+    save_ref: CacheRef | None = field(kw_only=True)
+    """Name of the KV that the request saves; None: a turn that commits nothing and holds no lease. Each engine that
+    answers a part has a name of its own."""
+    session_id: SessionId = field(default="", kw_only=True)
+    """Context, or group of a kept request."""
+    is_stream: bool = field(default=False, kw_only=True)
+    """The client asked for a stream. `request.stream`: for one that can be continued."""
+    prompt_ids: Sequence[int] = field(default=(), kw_only=True)
+    """Token ids of the prompt, before its first engine is asked, or in a kept request, from the first event on."""
+    request_id: str = field(default="", kw_only=True)
+    """Name of the load report. Its random part keeps a client from naming another's."""
+    recording: Recording | None = field(default=None, kw_only=True)
+    """Record of the answer, for a request that may come again."""
+    left_refs: tuple[CacheRef, ...] = field(default=(), kw_only=True)
+    """Names under which engines that broke off were saving, the last first."""
+    holder: str = field(default="", kw_only=True)
+    """Other pod whose engine continues the answer; empty: none."""
+    kv_at: str = field(default="", kw_only=True)
+    """Sidecar of this pod, for an engine of another pod."""
+    resumed: list[dict[str, str | int]] = field(default_factory=list, kw_only=True)
+    """Each continuation by another engine: `at_token` (tokens known before), pods `from` and `to`, `paused_ms`."""
+    loaded: LoadedKV | None = field(default=None, kw_only=True)
+    trace: Context = field(default_factory=get_current, kw_only=True)
+    """Context with the request's own span. The engine's task, which ends a turn, has another."""
+
+    def __post_init__(self) -> None:
+        """Name the request. Retries of a proxy share the gateway's part of the name."""
+        self.request_id = f"{self.client.identity.request_id[:64]}-{secrets.token_hex(8)}"
+
+    @property
+    def part_id(self) -> str:
+        """Name of the load report of the next part. The report of the first one is the request's."""
+        return f"{self.request_id}-{len(self.resumed)}" if self.left_refs else self.request_id
+
+
+@dataclass(slots=True)
+class Turn(AnsweredRequest):
+    """One turn while it runs."""
+
     session: CacheSessionMetadata
     lease_id: str
-    save_ref: CacheRef | None
-    """Name of the KV that the turn saves; None: the turn commits nothing and holds no lease. Each engine that answers
-    a part has a name of its own."""
     is_create: bool
     started_ms: int
-    request_id: str = ""
-    """Name of the load report. Its random part keeps a client from naming another's."""
-    recording: Recording | None = None
-    """Record of the answer, for a request that may come again."""
     prompt: ComposedPrompt = field(init=False)
     """Set once it is composed."""
-    left_refs: tuple[CacheRef, ...] = ()
-    """Names under which engines that broke off were saving, the last first."""
-    holder: str = ""
-    """Other pod whose engine continues the answer; empty: none."""
-    kv_at: str = ""
-    """Sidecar of this pod, for an engine of another pod."""
-    resumed: list[dict[str, str | int]] = field(default_factory=list)
-    """Each continuation by another engine: `at_token` (tokens known before), pods `from` and `to`, `paused_ms`."""
     comparison: Comparison | None = None
     """The prompt beside that of the answer in `request.compared_with`; None: that names none."""
     retain_ms: int = 0
     """Minimum lifetime that its KV asks for; 0: none."""
     promise: Promise = NO_PROMISE
     """Answer of the sidecar to that."""
-    loaded: LoadedKV | None = None
     no_kv: str = ""
     """Reason why no KV could be reused, or, after a create, why none is durable yet."""
     timings_ms: dict[str, float] = field(default_factory=dict)
     first_token_s: float | None = None
     """Seconds from the lease to the first token; None: the answer was not streamed."""
     phase: Phase = Phase.LEASED
-    trace: Context = field(default_factory=get_current)
-    """Context with the turn's own span. The engine's task, which ends a turn, has another."""
 
+    @override
     def __post_init__(self) -> None:
         """Name the request, and record an answer that may be asked for again."""
-        self.request_id = f"{self.client.identity.request_id[:64]}-{secrets.token_hex(8)}"
+        AnsweredRequest.__post_init__(self)  # `super` does not work in a class that `slots` makes anew
+        self.session_id, self.is_stream = self.session.session_id, self.request.stream
         if self.request.repeatable and self.save_ref is not None:
             self.recording = Recording()
 

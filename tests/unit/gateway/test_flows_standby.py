@@ -3,6 +3,8 @@
 import json
 
 from contextcache.identity import IDENTITY_HEADER, Standby, verify_identity
+from gateway.kept import Plain
+from gateway.tenants.keys import Caller
 from tests.kit.gateway_parts import KEY, SECRET
 
 
@@ -29,6 +31,17 @@ async def test_an_identity_names_the_pod_that_continues_the_answer(two_addresses
 
     assert identity_of(parts, turn).standby == Standby("pod-a", "http://pod-a:8001", "pod-a", "pod-b")
     assert identity_of(parts, create).standby.name == other
+
+
+async def test_a_kept_request_has_a_standby_too(two_addresses):
+    """Seen failing: only turns had one."""
+    parts = two_addresses
+    parts.gateway.parts.keys.caller_of = lambda headers: Caller("demo", plain=Plain.KEEP)
+    kept = await route(parts, {"model": "stub-model", "prompt": "x"})
+    other = {"pod-a": "pod-b", "pod-b": "pod-a"}[kept.endpoint.name]
+
+    assert identity_of(parts, kept).kept
+    assert identity_of(parts, kept).standby.name == other
 
 
 async def test_after_a_refused_connection_the_refusing_pod_does_not_stand_by(two_addresses):

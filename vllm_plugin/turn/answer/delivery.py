@@ -6,16 +6,17 @@ own error: `check_complete` raises it, with its words.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from contextcache.errors import ContextCacheError, EngineFailed
 from contextcache.process.crash_points import crash_point
-from vllm_plugin.turn.answer.chat import SseAnswer
+from vllm_plugin.turn.answer.chat import JsonAnswer, SseAnswer
 from vllm_plugin.turn.crash_points import COMMITTED, MID_STREAM
 from vllm_plugin.turn.engine import Message
 from vllm_plugin.turn.refusals import engine_error
-from vllm_plugin.turn.settlement import Settlement
-from vllm_plugin.turn.turn import Turn
+from vllm_plugin.turn.turn import AnsweredRequest
 from vllm_plugin.turn.waiting import TurnPatience
 
 _REFUSAL_BYTES_MAX = 1 << 20
@@ -23,13 +24,34 @@ _REFUSAL_BYTES_MAX = 1 << 20
 _REPLACED_HEADERS = frozenset({b"content-length", b"server-timing"})
 
 
+RequestT = TypeVar("RequestT", bound=AnsweredRequest)
+RequestT_contra = TypeVar("RequestT_contra", bound=AnsweredRequest, contravariant=True)
+
+
+class Settling(Protocol[RequestT_contra]):
+    """The end of a request on our side, around its answer's bytes."""
+
+    async def stream_receipt(self, turn: RequestT_contra, /) -> list[tuple[str, str]]:
+        """Return a stream's headers at its first token."""
+
+    async def settle(
+        self, turn: RequestT_contra, answer: JsonAnswer | SseAnswer, /
+    ) -> tuple[list[tuple[str, str]], bytes]:
+        """End the request. Return the headers and the end of the client's answer."""
+
+    async def abort(self, turn: RequestT_contra, /) -> None:
+        """End a request whose answer broke off."""
+
+
 @dataclass
-class Delivery:
+class Delivery(Generic[RequestT]):
     """Delivers one answer. The turn is settled once, after the engine's last token."""
 
-    turn: Turn
-    settlement: Settlement
+    turn: RequestT
+    settlement: Settling[RequestT]
     patience: TurnPatience
+    reader: Callable[[], JsonAnswer | SseAnswer]
+    """Returns a reader of the engine's answer that writes the client's."""
     complete: bool = False
     """The client has been sent everything."""
     _start: Message = field(default_factory=dict)
@@ -39,16 +61,16 @@ class Delivery:
 
     def __post_init__(self) -> None:
         """Make the reader of the engine's answer, which writes the client's."""
-        self.answer = self.turn.client.dialect.answer(self.turn)
+        self.answer = self.reader()
         self._client, self._recording = self.turn.client, self.turn.recording
 
     def begin_part(self) -> None:
         """Read on after a break, from another engine. Nothing of a whole answer has been delivered: read it anew."""
-        self.failure = None
+        self.failure, self._start = None, {}
         self._refused.clear()
         if not self.turn.request.stream:
             self.answer.close()
-            self.answer = self._client.dialect.answer(self.turn)
+            self.answer = self.reader()
 
     async def take(self, message: Message) -> None:
         """Take one ASGI message of the engine's.
@@ -129,6 +151,14 @@ class Delivery:
         part = {"type": "http.response.body", "body": body, "more_body": more}
         await self.patience.with_client(self._client.send(part))
         self.complete = self.complete or not more
+
+    async def send_refusal(self) -> bool:
+        """Send the engine's own error, as it wrote it; return whether there is one."""
+        if self._start.get("status", 200) == 200 or self._client.keep_alive.has_begun:
+            return False
+        await self._client.send(self._start)
+        await self._client.send({"type": "http.response.body", "body": bytes(self._refused), "more_body": False})
+        return True
 
     def check_complete(self) -> None:
         """Raise the failure, or EngineFailed when the engine ended before its answer did."""

@@ -115,6 +115,16 @@ class TurnRequest:
     said: Mapping[str, Any] = field(default_factory=dict)
     """Fields that the answer repeats: a response's `previous_response_id`, `conversation`."""
 
+    def engine_body(
+        self, prompt: list[int], messages: Sequence[Mapping[str, Any]], kv_transfer: dict[str, Any], salt: str
+    ) -> dict[str, Any]:
+        """Return vLLM's body: the client's fields, a prompt as ids, a chat's messages, and the connector's order."""
+        body = {**self.engine_fields, "cache_salt": salt, "return_token_ids": True, "kv_transfer_params": kv_transfer}
+        if self.path != CHAT_PATH:
+            return body | {"prompt": prompt}
+        # vLLM 0.32 renderers/online_renderer.py: these ids are used instead of rendering the messages.
+        return body | {"messages": [*messages], "kv_transfer_params": kv_transfer | {"prompt_token_ids": prompt}}
+
 
 def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> TurnRequest:
     """Check a create or turn. Raises InvalidRequest naming the field at fault."""

@@ -10,7 +10,6 @@ from contextcache.model import LoadedKV
 from contextcache.names import CACHE_REF_PATTERN
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import SECRET, Pod
-from vllm_plugin.turn.kept import _Receipt
 
 GROUP = "kept_" + "1" * 32
 BODIES = {
@@ -92,7 +91,7 @@ async def test_the_answer_says_in_its_head_what_was_reused_and_a_metric_why_not(
     if not stream:
         assert _without_echo(answer) == _without_echo(plain)
     else:
-        assert answer.body == plain.body
+        assert answer.events == plain.events
     assert answer.complete
     assert headers or "x-context-cache" not in answer.headers
     reason = "" if report is None else report.reason
@@ -157,24 +156,31 @@ async def test_a_body_that_is_no_object_goes_to_the_engine_as_it_came(pod, kept)
         assert pod.engine.requests[-1][1] == BODIES["/v1/completions"]
 
 
-async def test_a_stream_that_begins_before_the_engine_is_asked_is_counted_and_not_held_up():
-    sent, asked = [], []
+async def test_a_stream_that_begins_before_the_engine_is_asked_is_counted_and_not_held_up(tmp_path):
+    """A response's head tells no reuse."""
+    events, heads = [b'data: {"type": "response.created"}\n\n', b'data: {"type": "response.completed"}\n\n'], []
 
-    class Kept:
-        async def receipt(self, request_id, *, is_whole):
-            asked.append(len(sent))
-            return [(b"x-context-cache", b"hit")]
+    async def engine(scope, receive, send):
+        await receive()
+        kind = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": kind})
+        for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            heads.append(len(reports))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def send(message):
-        sent.append(message["type"])
+    pod, reports = Pod(tmp_path, engine), []
 
-    receipt = _Receipt(Kept(), "r", send, comes_first=True)
-    stream = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
-    await receipt(stream)
-    assert sent == ["http.response.start"]
-    await receipt({"type": "http.response.body", "body": b"x", "more_body": True})
-    await receipt({"type": "http.response.body", "body": b"", "more_body": False})
-    assert asked == [3]
+    async def report(request_id, *, timeout_ms):
+        reports.append(request_id)
+
+    pod.sidecar.load_report = report
+    answer = await pod.post("/v1/responses", {"input": "hi", "stream": True}, pod.identity(kept=GROUP))
+
+    assert (answer.body, answer.complete) == (b"".join(events), True)
+    assert heads == [0, 0]
+    assert len(reports) == 1
+    assert pod.counted("kept_requests", verdict="unknown", reason="") == 1
 
 
 async def test_an_error_of_the_engine_has_no_receipt(pod):
