@@ -56,7 +56,12 @@ async def serve(
             tenant_bytes_max=settings.tenant_bytes_max,
         )
         server = manager_server(
-            manager, listen=settings.listen, max_concurrent_rpcs=settings.max_concurrent_rpcs, tracer=tracer, tls=tls
+            manager,
+            listen=settings.listen,
+            max_concurrent_rpcs=settings.max_concurrent_rpcs,
+            tracer=tracer,
+            tls=tls,
+            on_ended=metrics.process.count_request,
         )
         if settings.metrics_port:
             pages = {"/healthz": health_page(lambda: server.is_serving)}

@@ -16,7 +16,7 @@ from contextcache.errors import ContextCacheError, InvalidRequest
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from contextcache.wire.messages import arguments_of, message_of
-from contextcache.wire.servers import GrpcServer, plain_server
+from contextcache.wire.servers import GrpcServer, OnEnded, plain_server
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import NO_TRACER, Tracer
 
@@ -89,8 +89,9 @@ def manager_server(
     max_concurrent_rpcs: int,
     tracer: Tracer = NO_TRACER,
     tls: WatchedTls | None = None,
+    on_ended: OnEnded = lambda *_: None,
 ) -> GrpcServer:
     """Return a bound server of `manager`, not started yet. Raises OSError when the address is taken."""
-    server = plain_server(tls=tls, max_concurrent_rpcs=max_concurrent_rpcs, tracer=tracer)
+    server = plain_server(tls=tls, max_concurrent_rpcs=max_concurrent_rpcs, tracer=tracer, on_ended=on_ended)
     pb_grpc.add_ContextManagerServiceServicer_to_server(_service(manager), server)
     return GrpcServer(server, service_name=SERVICE_NAME, addresses=[listen], tls=tls)

@@ -112,3 +112,8 @@ class Metrics:
             "contextcache_gateway_ready_state",
             "Readiness of this gateway, as `/readyz` last answered: 1 ready, 0 not ready or not asked yet.",
         )
+
+    def count_request(self, kind: str, status: str, duration_s: float) -> None:
+        """Count one request of a front."""
+        self.requests.labels(kind, status).inc()
+        self.process.count_request(kind, status, duration_s)

@@ -291,7 +291,8 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
 def serve(sidecar: Sidecar, addresses: list[str], *, tracer: Tracer = NO_TRACER) -> GrpcServer:
     """Return a server for `sidecar`, bound and not yet started. Raises OSError when an address is taken."""
-    server = plain_server(tls=sidecar.tls, max_concurrent_rpcs=CALLS_MAX, tracer=tracer)
+    on_ended = sidecar.metrics.process.count_request
+    server = plain_server(tls=sidecar.tls, max_concurrent_rpcs=CALLS_MAX, tracer=tracer, on_ended=on_ended)
     pb_grpc.add_KVSidecarServiceServicer_to_server(KVSidecarServicer(sidecar), server)
     return GrpcServer(server, service_name=SERVICE_NAME, addresses=addresses, tls=sidecar.tls)
 

@@ -19,6 +19,7 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
+    Histogram,
     disable_created_metrics,
     generate_latest,
 )
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _CONNECTIONS_MAX = 64
 _HEAD_BYTES_MAX = 8 << 10
+_REQUEST_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Upper bounds of the buckets: calls of Redis take 1 ms, long answers of an engine minutes."""
 _DEADLINE_S = 10.0
 """Time from the connection to the last byte of the answer; probes and scrapes have shorter timeouts."""
 
@@ -142,13 +145,22 @@ def add_build_info(prefix: str, registry: CollectorRegistry) -> None:
 
 
 class ProcessMetrics:
-    """Metrics that each process has: its version, its certificate, its lost spans.
+    """Metrics that each process has: its version, its requests, its certificate, its lost spans.
 
     Without TLS the gauge of the certificate has no sample, so that no alert reads 0 as a date.
     """
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         add_build_info(prefix, registry)
+        self._request_duration = Histogram(
+            f"{prefix}_request_duration_seconds",
+            "Seconds from the head of a request to the end of its answer, by route and code. HTTP: kind or path, and "
+            "status. gRPC: method, and the name of the status. Envoy's requests: until Envoy needs the gateway no "
+            "longer, with code `routed` if a pod answers.",
+            ["route", "code"],
+            buckets=_REQUEST_SECONDS,
+            registry=registry,
+        )
         self.lost_spans = Counter(
             f"{prefix}_lost_spans_total", "Trace spans that did not reach the collector.", registry=registry
         )
@@ -163,6 +175,10 @@ class ProcessMetrics:
             "Failed reloads of changed TLS certificate files. The last good certificate stays in use.",
             registry=registry,
         )
+
+    def count_request(self, route: str, code: str, duration_s: float) -> None:
+        """Count one answered request. Routes and codes are closed sets."""
+        self._request_duration.labels(route, code).observe(duration_s)
 
     def open_tls(self, files: TlsFiles | None) -> WatchedTls | None:
         """Return the followed files of the process's certificate; None: TLS is off. Raises as WatchedTls."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, asynccontextmanager
@@ -40,6 +41,8 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     # Below the clients' keepalive of 12 s, so that a ping never gets a GOAWAY.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
+OnEnded: TypeAlias = Callable[[str, str, float], None]
+"""Takes the method of an ended call, the name of its status, and its duration in seconds."""
 CALL_TIMEOUT_S = 600.0
 """Maximum duration of a call. Our clients set shorter deadlines. A client without a deadline must not hold a stream,
 and a place among the concurrent calls, forever."""
@@ -91,28 +94,49 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 class ErrorMapping(CallInterceptor):
-    """Gives every call a time limit, a span if its trace is kept, and errors as status and metadata.
+    """Gives every call a time limit, a span if its trace is kept, and errors as status and metadata. Tells durations.
 
     No trace begins here.
     """
 
-    def __init__(self, *, call_timeout_s: float = CALL_TIMEOUT_S, tracer: Tracer = NO_TRACER) -> None:
-        """`call_timeout_s`: maximum duration of a call, whatever deadline its client sets."""
+    def __init__(
+        self,
+        *,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        tracer: Tracer = NO_TRACER,
+        on_ended: OnEnded = lambda *_: None,
+    ) -> None:
+        """`call_timeout_s`: maximum duration of a call, whatever deadline its client sets.
+
+        `on_ended` is not told of gRPC's own services: a watch of a server's health is as long as its client.
+        """
         self._call_timeout_s = call_timeout_s
         self._tracer = tracer
+        self._on_ended = on_ended
 
     @override
     @asynccontextmanager
     async def around(self, context: Context, details: grpc.HandlerCallDetails) -> AsyncIterator[None]:
+        started_s, status = time.monotonic(), grpc.StatusCode.UNKNOWN
         try:
             async with asyncio.timeout(self._call_timeout_s):
                 with self._span(details):
                     yield
+            status = grpc.StatusCode.OK
+        except asyncio.CancelledError:
+            status = grpc.StatusCode.CANCELLED
+            raise
         except ContextCacheError as exc:
-            await context.abort(status_of(exc), exc.message, error_metadata(exc))
+            status = status_of(exc)
+            await context.abort(status, exc.message, error_metadata(exc))
         except TimeoutError:
             log.warning("call ended at its time limit", extra={"peer": context.peer()})
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the call reached the server's time limit")
+            status = grpc.StatusCode.DEADLINE_EXCEEDED
+            await context.abort(status, "the call reached the server's time limit")
+        finally:
+            service, _, method = details.method.removeprefix("/").rpartition("/")
+            if not service.startswith("grpc."):
+                self._on_ended(method, status.name, time.monotonic() - started_s)
 
     def _span(self, details: grpc.HandlerCallDetails) -> AbstractContextManager[object]:
         sent = (value for key, value in details.invocation_metadata or () if key == TRACEPARENT)
@@ -149,16 +173,19 @@ def plain_server(
     tls: WatchedTls | None,
     max_concurrent_rpcs: int | None = None,
     tracer: Tracer = NO_TRACER,
+    on_ended: OnEnded = lambda *_: None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] | None = None,
     options: Sequence[tuple[str, Any]] | None = None,
 ) -> grpc.aio.Server:
     """Return a server without health, reflection, services and addresses (`bind`).
 
-    `interceptors`: the default maps errors. The check of callers comes before them. `options`: see SERVER_OPTIONS.
+    `interceptors`: the default maps errors and tells `on_ended` of each call. The check of callers comes before them.
+    `options`: see SERVER_OPTIONS.
     """
     named = [] if tls is None else [NamedPeers(tls.server_name)]
+    others = [ErrorMapping(tracer=tracer, on_ended=on_ended)] if interceptors is None else interceptors
     return grpc.aio.server(
-        interceptors=[*named, *([ErrorMapping(tracer=tracer)] if interceptors is None else interceptors)],
+        interceptors=[*named, *others],
         options=SERVER_OPTIONS if options is None else options,
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )

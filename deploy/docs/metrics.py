@@ -31,6 +31,7 @@ _SHARED = (
     "_certificate_expiry_timestamp_seconds",
     "_certificate_reload_failures_total",
     "_lost_spans_total",
+    "_request_duration_seconds",
 )
 
 

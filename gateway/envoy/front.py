@@ -112,6 +112,7 @@ class EnvoyFront:
 
     async def _process(self, stream: Stream) -> None:
         call: _Call | None = None
+        started_s = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 first = await stream.read()
@@ -135,7 +136,7 @@ class EnvoyFront:
         finally:
             # Envoy cancels a stream that it does not need any more, possibly before our last write returns.
             if call is not None and call.status:
-                self._parts.metrics.requests.labels(call.head.kind, call.status).inc()
+                self._parts.metrics.count_request(call.head.kind, call.status, time.monotonic() - started_s)
 
     async def _answer(self, call: _Call, *, subset: frozenset[str] | None) -> None:
         """Admit and route a request, and answer Envoy. Raises ContextCacheError, ClientGone."""

@@ -99,10 +99,11 @@ class HttpFront(FastAPI):
         self._ended(exchange, started_s)
 
     def _ended(self, exchange: Exchange, started_s: float) -> None:
+        duration_s = time.monotonic() - started_s
         if exchange.status is not None and exchange.kind != Kind.OWN.value:
-            self.parts.metrics.requests.labels(exchange.kind, str(exchange.status)).inc()
+            self.parts.metrics.count_request(exchange.kind, str(exchange.status), duration_s)
         if log.isEnabledFor(logging.DEBUG):
-            duration_ms = round((time.monotonic() - started_s) * 1000, 1)
+            duration_ms = round(duration_s * 1000, 1)
             fields = {"request_id": exchange.request_id, "status": exchange.status, "duration_ms": duration_ms}
             log.debug("request ended", extra={"kind": exchange.kind, **fields})
 

@@ -289,6 +289,7 @@ async def test_the_process_serves_metrics_and_stops_on_sigterm(valkey: ValkeySer
 
         assert process.wait(timeout=60) == 0
         assert "contextcache_manager_turns_committed_total 1.0" in page
+        assert 'contextcache_manager_request_duration_seconds_count{code="OK",route="RegisterSessionCache"} 1.0' in page
     finally:
         await client.close()
         if process.poll() is None:

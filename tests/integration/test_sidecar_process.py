@@ -151,6 +151,7 @@ def test_metrics_are_served(sidecar: SidecarProcess) -> None:
         text = answer.read().decode()
 
     assert "contextcache_sidecar_seals_total 1.0" in text
+    assert 'contextcache_sidecar_request_duration_seconds_count{code="OK",route="Seal"} 1.0' in text
     assert 'contextcache_sidecar_blocks{tier="disk"} 3.0' in text
 
 

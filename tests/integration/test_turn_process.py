@@ -158,10 +158,23 @@ async def test_at_sigterm_the_answer_ends_whole_and_others_are_refused(http, tur
 
 async def test_its_own_metrics_are_on_its_port_and_the_engines_are_not(http, turn, engine):
     engine.load = {"vllm:num_requests_running": 1}
-    async with http.get(f"{turn.url}/metrics") as answer:
-        text = await answer.text()
+    async with http.get(f"{turn.url}/health") as answer:
+        assert answer.status == 200
+    async with http.get(f"{turn.url}/v1/models/any-name") as answer:
+        status = answer.status
+    timed = "contextcache_turn_request_duration_seconds_count"
+
+    async def page() -> str:
+        async with http.get(f"{turn.url}/metrics") as answer:
+            return await answer.text()
+
+    # Clients choose names and paths: only those of turns are series of their own. A request is counted after its end.
+    other = f'{timed}{{code="{status}",route="other"}}'
+    text = await until(page, is_so=lambda text: other in text, what="the request is counted")
 
     assert "contextcache_turn_transcript_memory_bytes 0.0" in text
+    assert f'{timed}{{code="200",route="/health"}}' in text
+    assert "any-name" not in text
     assert "vllm:" not in text
 
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import closing
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from contextcache.claim import TURN_PATHS
 from contextcache.process.run import fast_loop, run_part, settings_or_exit, until_stopped, wants_help
 from contextcache.wire.http_server import HttpServer, bound_listener
 from vllm_plugin.turn.app import compose_turns
-from vllm_plugin.turn.engine import ASGIApp, Receive, Scope, Send, send_whole
+from vllm_plugin.turn.engine import ASGIApp, Message, Receive, Scope, Send, send_whole
 from vllm_plugin.turn.forwarding import Forwarder
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.middleware import TurnMiddleware
+from vllm_plugin.turn.prompt.request import CONTEXT_PATH
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.waiting import GRACE_S
 
@@ -28,6 +31,8 @@ log = logging.getLogger(__name__)
 PURPOSE = "turn: runs the turns of one vLLM pod. Clients reach it through a gateway."
 CONNECTIONS_MAX = 4096
 """More than an engine answers at once. A connection takes some 20 KB."""
+_ROUTES = TURN_PATHS | {CONTEXT_PATH, "/health"}
+"""Routes that the metrics show by name."""
 _CUT_S = 5.0
 """Time for requests that outlive the drain to end after they are cancelled."""
 
@@ -45,7 +50,7 @@ async def serve(
             story.standbys = lambda standby: engine.at(standby.url)
             turns = TurnMiddleware(engine, story=story)
             http = HttpServer(
-                _with_own_pages(turns, registry),
+                _with_own_pages(_timed(turns, metrics), registry),
                 drain_timeout_s=_CUT_S,
                 tls=tls,
                 require_clients=False,
@@ -81,6 +86,28 @@ def _with_own_pages(turns: ASGIApp, registry: CollectorRegistry) -> ASGIApp:
             await turns(scope, receive, send)
 
     return answered
+
+
+def _timed(turns: ASGIApp, metrics: TurnMetrics) -> ASGIApp:
+    """Count each answered request. Clients choose paths, so those of the engine's other calls are one route."""
+
+    async def timed(scope: Scope, receive: Receive, send: Send) -> None:
+        started_s, code = time.monotonic(), ""
+
+        async def noted(message: Message) -> None:
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = str(message["status"])
+            await send(message)
+
+        try:
+            await turns(scope, receive, noted)
+        finally:
+            if code:
+                route = scope["path"] if scope["path"] in _ROUTES else "other"
+                metrics.process.count_request(route, code, time.monotonic() - started_s)
+
+    return timed
 
 
 def main() -> None:

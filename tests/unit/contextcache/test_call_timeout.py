@@ -18,9 +18,11 @@ DEADLINE_S = 30
 
 
 class Calls:
-    """One method of each kind that our services have, none of which ends by itself."""
+    """One method of each kind that our services have, none of which ends by itself; and one that does."""
 
     def __init__(self):
+        self.timed = []
+        """Route, code and duration of each ended call."""
         self.left = asyncio.Event()
         """Set once a method has been ended and has let go of what it held."""
 
@@ -60,6 +62,9 @@ class Calls:
         finally:
             self.left.set()
 
+    async def answer(self, request, context):
+        return request
+
     async def refuse(self, request, context):
         yield b"first"
         raise ContextNotFound("no such thing")
@@ -75,10 +80,13 @@ async def served():
         "Download": grpc.unary_stream_rpc_method_handler(calls.download),
         "Watch": grpc.unary_stream_rpc_method_handler(calls.watch),
         "Talk": grpc.stream_stream_rpc_method_handler(calls.talk),
+        "Answer": grpc.unary_unary_rpc_method_handler(calls.answer),
         "Refuse": grpc.unary_stream_rpc_method_handler(calls.refuse),
     }
-    server = grpc.aio.server(interceptors=[ErrorMapping(call_timeout_s=0.2)])
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("x", handlers),))
+    mapping = ErrorMapping(call_timeout_s=0.2, on_ended=lambda *call: calls.timed.append(call))
+    server = grpc.aio.server(interceptors=[mapping])
+    for service in ("x", "grpc.health.v1.Health"):
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -143,3 +151,26 @@ async def test_an_error_after_the_first_message_keeps_its_status(served):
         code = await call.code()
 
     assert (first, code) == (b"first", grpc.StatusCode.NOT_FOUND)
+
+
+async def test_each_call_of_ours_is_timed_with_its_method_and_status(served):
+    """Seen failing with the calls of gRPC's own services, and with OK for a call that was cancelled."""
+    calls, channel = served
+    assert await channel.unary_unary("/x/Answer")(b"a") == b"a"
+    assert await channel.unary_unary("/grpc.health.v1.Health/Answer")(b"a") == b"a"
+    with pytest.raises(grpc.aio.AioRpcError):
+        [message async for message in channel.unary_stream("/x/Refuse")(b"")]
+    await ended(channel.unary_unary("/x/Unary")(b""), calls)
+    calls.left.clear()
+    left = channel.unary_stream("/x/Watch")(b"")
+    assert await left.read() == b"first"
+    left.cancel()
+    await calls.left.wait()
+
+    assert [call[:2] for call in calls.timed] == [
+        ("Answer", "OK"),
+        ("Refuse", "NOT_FOUND"),
+        ("Unary", "DEADLINE_EXCEEDED"),
+        ("Watch", "CANCELLED"),
+    ]
+    assert calls.timed[0][2] < 0.2 <= calls.timed[2][2]

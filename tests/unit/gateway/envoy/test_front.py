@@ -57,8 +57,11 @@ def identity_of(parts, answer):
 
 
 def counted(parts, kind, status) -> float:
-    labels = {"kind": kind, "status": status}
-    return parts.metrics.registry.get_sample_value("contextcache_gateway_requests_total", labels) or 0.0
+    value, prefix = parts.metrics.registry.get_sample_value, "contextcache_gateway_request"
+    number = value(f"{prefix}s_total", {"kind": kind, "status": status}) or 0.0
+    timed = value(f"{prefix}_duration_seconds_count", {"route": kind, "code": status}) or 0.0
+    assert number == timed
+    return number
 
 
 async def test_a_head_that_says_enough_is_answered_without_its_body_where_the_proxy_does_not_buffer(parts):

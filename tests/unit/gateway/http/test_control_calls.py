@@ -256,11 +256,17 @@ async def test_metrics_count_answers_by_kind_and_status(client, parts):
     await client.get("/healthz")
     page = (await client.get("/metrics")).text
     counted = [line for line in page.splitlines() if line.startswith("contextcache_gateway_requests_total")]
+    timed = [line for line in page.splitlines() if line.startswith("contextcache_gateway_request_duration_seconds_cou")]
 
     assert sorted(counted) == [
         'contextcache_gateway_requests_total{kind="control",status="200"} 1.0',
         'contextcache_gateway_requests_total{kind="control",status="404"} 1.0',
         'contextcache_gateway_requests_total{kind="refused",status="404"} 1.0',
+    ]
+    assert sorted(timed) == [
+        'contextcache_gateway_request_duration_seconds_count{code="200",route="control"} 1.0',
+        'contextcache_gateway_request_duration_seconds_count{code="404",route="control"} 1.0',
+        'contextcache_gateway_request_duration_seconds_count{code="404",route="refused"} 1.0',
     ]
 
 
