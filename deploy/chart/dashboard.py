@@ -1,7 +1,7 @@
 """The Grafana dashboard: rows of panels, each a few queries over metrics in docs/reference/metrics.md. Pure.
 
 Grafana 11's JSON model, as far as we use it: what is left out gets Grafana's defaults. The variables are a Prometheus
-data source and the release's namespace.
+data source, namespace, pod, model and tenant. Each query selects by every variable whose label its metric has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from typing import Any
 
 _WIDTH = 24
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-_N = 'namespace=~"$namespace"'
+_OF_EACH = 'namespace=~"$namespace",pod=~"$pod"'
+"""Labels that Prometheus adds to each series of a pod."""
+_OF_SOME = {
+    "contextcache_manager_usage_total": 'model=~"$model"',
+    "contextcache_connector_": 'model_name=~"$model"',
+    "contextcache_sidecar_tenant_bytes": 'tenant=~"$tenant"',
+}
+"""Matchers of metrics with further labels, by the beginning of their names. The connector has vLLM's labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +50,16 @@ class Panel:
         return 4 if self.kind == "stat" else 8
 
 
+def selector(metric: str, where: str = "") -> str:
+    """Return a metric with a matcher for each variable that the metric has a label of."""
+    more = [matcher for name, matcher in _OF_SOME.items() if metric.startswith(name)]
+    return f"{metric}{{{','.join(filter(None, [_OF_EACH, *more, where]))}}}"
+
+
 def rate(metric: str, *, by: str = "", where: str = "") -> str:
     """Return the sum of a counter's rates, by labels."""
-    matchers = f"{_N},{where}" if where else _N
     grouped = f" by ({by})" if by else ""
-    return f"sum{grouped} (rate({metric}{{{matchers}}}[$__rate_interval]))"
+    return f"sum{grouped} (rate({selector(metric, where)}[$__rate_interval]))"
 
 
 def quantile(share: float, metric: str, *, by: str = "", where: str = "") -> str:
@@ -58,16 +70,18 @@ def quantile(share: float, metric: str, *, by: str = "", where: str = "") -> str
 
 def gauge(metric: str, *, by: str = "", how: str = "sum", where: str = "") -> str:
     """Return a gauge put together over pods, by labels."""
-    matchers = f"{_N},{where}" if where else _N
     grouped = f" by ({by})" if by else ""
-    return f"{how}{grouped} ({metric}{{{matchers}}})"
+    return f"{how}{grouped} ({selector(metric, where)})"
 
 
 def growth(metric: str, *, where: str) -> str:
     """Return the sum of a counter's growth over the shown time."""
-    return f"sum (increase({metric}{{{_N},{where}}}[$__range]))"
+    return f"sum (increase({selector(metric, where)}[$__range]))"
 
 
+_DISK = 'tier="disk"'
+_TIMED = {part: f"contextcache_{part}_request_duration_seconds" for part in ("gateway", "turn", "manager", "sidecar")}
+_FAILED = 'code=~"5..|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN"'
 _USED = "contextcache_manager_usage_total"
 _CACHED, _PROMPT = 'quantity="cached_tokens"', 'quantity=~"cached_tokens|computed_tokens"'
 _SAVED_MS = 'quantity="saved_ms"'
@@ -217,8 +231,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Disk usage",
             (
                 Query(
-                    f'contextcache_sidecar_bytes{{{_N},tier="disk"}} / '
-                    f'(contextcache_sidecar_limit_bytes{{{_N},tier="disk"}} > 0)',
+                    f"{selector('contextcache_sidecar_bytes', _DISK)} / "
+                    f"({selector('contextcache_sidecar_limit_bytes', _DISK)} > 0)",
                     "{{pod}}",
                 ),
             ),
@@ -247,6 +261,27 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (Query(rate("contextcache_sidecar_served_blocks_total", by="tier"), "{{tier}}"),),
             unit="ops",
             width=12,
+        ),
+    ),
+    "Requests": (
+        Panel(
+            "Duration, 95th percentile, by part",
+            tuple(Query(quantile(0.95, metric), part) for part, metric in _TIMED.items()),
+            unit="s",
+            description="Whole requests, answers included. The gateway sees those of Envoy until it has chosen a pod.",
+        ),
+        Panel(
+            "Duration in the turn process, 95th percentile, by route",
+            (Query(quantile(0.95, _TIMED["turn"], by="route"), "{{route}}"),),
+            unit="s",
+        ),
+        Panel(
+            "Failed requests, by part and code",
+            tuple(
+                Query(rate(f"{metric}_count", by="route, code", where=_FAILED), f"{part} {{{{route}}}}: {{{{code}}}}")
+                for part, metric in _TIMED.items()
+            ),
+            unit="ops",
         ),
     ),
     "Errors": (
@@ -391,7 +426,7 @@ def _dashboard() -> dict[str, Any]:
         "graphTooltip": 1,
         "time": {"from": "now-6h", "to": "now"},
         "refresh": "30s",
-        "templating": {"list": [_source_variable(), _namespace_variable()]},
+        "templating": {"list": [_source_variable(), *(_variable(*one) for one in _VARIABLES)]},
         "panels": panels,
     }
 
@@ -429,20 +464,29 @@ def _source_variable() -> dict[str, Any]:
     return {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "hide": 0}
 
 
-def _namespace_variable() -> dict[str, Any]:
-    query = "label_values(contextcache_gateway_ext_proc_streams, namespace)"
+_IN_NAMESPACE = 'namespace=~"$namespace"'
+_VARIABLES = (
+    ("namespace", "label_values(contextcache_gateway_ext_proc_streams, namespace)"),
+    ("pod", f'label_values({{__name__=~"contextcache_.+_build_info",{_IN_NAMESPACE}}}, pod)'),
+    ("model", f"label_values(contextcache_manager_usage_total{{{_IN_NAMESPACE}}}, model)"),
+    ("tenant", f"label_values(contextcache_sidecar_tenant_bytes{{{_IN_NAMESPACE}}}, tenant)"),
+)
+"""Variables by name, and the query of their values."""
+
+
+def _variable(name: str, query: str) -> dict[str, Any]:
     return {
-        "name": "namespace",
-        "label": "Namespace",
+        "name": name,
+        "label": name.capitalize(),
         "type": "query",
         "datasource": _SOURCE,
         "definition": query,
-        "query": {"query": query, "refId": "namespace"},
+        "query": {"query": query, "refId": name},
         "refresh": 2,
         "includeAll": True,
-        # Also what has no namespace, as outside Kubernetes.
+        # Also series without the label, such as those without a namespace outside Kubernetes.
         "allValue": ".*",
         "current": {"text": "All", "value": "$__all"},
-        "multi": False,
+        "multi": True,
         "sort": 1,
     }

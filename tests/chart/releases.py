@@ -26,6 +26,15 @@ MONITORING: Values = {
 GATEWAY_REF: Values = {"parentRefs": [{"name": "public", "namespace": "ingress", "sectionName": "https"}]}
 ENVOY_GATEWAY: Values = {"envoy": {"mode": "envoyGateway", **GATEWAY_REF, "hostnames": ["llm.example.org"]}}
 INFERENCE_POOL: Values = {"envoy": {"mode": "inferencePool", **GATEWAY_REF, "hostnames": ["llm.example.org"]}}
+INGRESS: Values = {
+    "ingress": {
+        "enabled": True,
+        "className": "nginx",
+        "annotations": {"nginx.ingress.kubernetes.io/proxy-read-timeout": "3600"},
+        "hosts": ["llm.example.org", "chat.example.org"],
+        "tls": [{"secretName": "llm-tls", "hosts": ["llm.example.org", "chat.example.org"]}],
+    }
+}
 NO_ENVOY: Values = {"envoy": {"mode": "none"}}
 OF_POD: Values = {
     "annotations": {"example.org/team": "llm"},
@@ -186,7 +195,6 @@ _VALUES: dict[str, Values] = {
         "gateway": {
             "settings": {"tenantRatePerS": 5, "tenantBurst": 100, "saturatedWaiting": 8, "shedWaiting": 0},
             "drainDelayS": 10,
-            "terminationGracePeriodSeconds": 120,
         }
     },
     "manager settings": {"contextManager": {"settings": {"maxTtlS": 86400, "tombstoneS": 60}}},
@@ -211,6 +219,10 @@ _VALUES: dict[str, Values] = {
     "inference pool": INFERENCE_POOL,
     "inference pool and engine": merged(INFERENCE_POOL, ENGINE),
     "no envoy": NO_ENVOY,
+    "ingress": merged(ENGINE, INGRESS),
+    "ingress to the gateway": merged(NO_ENVOY, TLS_SECRET, {"ingress": {"enabled": True}}),
+    "route to envoy": {"envoy": {**GATEWAY_REF, "hostnames": ["llm.example.org"]}},
+    "route to the gateway": merged(NO_ENVOY, {"envoy": GATEWAY_REF}),
     "no envoy and a node port": merged(NO_ENVOY, {"gateway": {"service": {"type": "NodePort", "port": 80}}}),
     "engine": ENGINE,
     "engine on four gpus": merged(
@@ -257,7 +269,6 @@ _VALUES: dict[str, Values] = {
                 "turn": {"rpcDeadlineMs": 3000, "leaseTtlMs": 30000},
                 "connector": {"load_always_ms": 64, "weights_epoch": "2026-11"},
                 "shutdownTimeoutS": 300,
-                "terminationGracePeriodSeconds": 600,
             }
         },
     ),
@@ -271,7 +282,6 @@ _VALUES: dict[str, Values] = {
     "sidecar before an object store": merged(
         ENGINE,
         {
-            "engine": {"terminationGracePeriodSeconds": 150},
             "sidecar": {
                 "settings": {"storeUrl": "s3://kv/release"},
                 "diskLimit": "18Gi",

@@ -115,6 +115,11 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     "a mode of one's own": ({"envoy": {"mode": "sidecar"}}, ("envoy", "mode")),
     "a route without a gateway": ({"envoy": {"mode": "envoyGateway"}}, ("envoy.parentRefs",)),
     "a pool without a gateway": ({"envoy": {"mode": "inferencePool"}}, ("envoy.parentRefs",)),
+    "an ingress beside a gateway's routes": (
+        {"ingress": {"enabled": True}, "envoy": {"mode": "envoyGateway", "parentRefs": [{"name": "public"}]}},
+        ("ingress.enabled", "envoyGateway"),
+    ),
+    "a path of one's own in an ingress": ({"ingress": {"hosts": [{"host": "a.example.org"}]}}, ("ingress", "hosts")),
     "two autoscalers": (
         {"gateway": {"autoscaling": {"enabled": True}, "keda": {"enabled": True, "prometheusServer": "http://p"}}},
         ("gateway.autoscaling", "gateway.keda"),
@@ -146,10 +151,6 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         ("extraEnv",),
     ),
     "a variable without a name": ({"podDefaults": {"extraEnv": [{"value": "1"}]}}, ("extraEnv", "name")),
-    "a grace period shorter than the drain": (
-        {"gateway": {"drainDelayS": 30, "terminationGracePeriodSeconds": 45}},
-        ("gateway.terminationGracePeriodSeconds",),
-    ),
     "a model without a model": ({"models": {"small": {"replicas": 2}}}, ("models", "model")),
     "a model by a name that no object can have": ({"models": {"Small_1": {"model": "m"}}}, ("models", "Small_1")),
     "a model with a slip in a key": ({"models": {"small": {"model": "m", "replica": 2}}}, ("models", "replica")),
@@ -165,18 +166,6 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         merged(ENGINE, {"engine": {"gpu": {"count": 0}}}),
         ("engine.blockSize", "32", "engine.gpu.count"),
     ),
-    "an engine that is killed before it has drained": (
-        merged(ENGINE, {"engine": {"shutdownTimeoutS": 600}}),
-        ("engine.terminationGracePeriodSeconds",),
-    ),
-    "a sidecar that is killed before its peers have what it has": (
-        merged(ENGINE, {"engine": {"shutdownTimeoutS": 90}}),
-        ("engine.terminationGracePeriodSeconds", "handoverS", "140"),
-    ),
-    "a turn process that is killed before its answers have ended": (
-        merged(ENGINE, {"engine": {"turn": {"drainTimeoutS": 90}}}),
-        ("engine.terminationGracePeriodSeconds", "engine.turn.drainTimeoutS", "140"),
-    ),
     "one name for two models": (
         merged(
             ENGINE,
@@ -187,10 +176,6 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     "a name for a model that is another one": (
         {"models": {"first": {"model": "one"}, "second": {"model": "two", "servedModelName": "one"}}},
         ("models", "one", "two"),
-    ),
-    "a sidecar that is killed before the shared store has what it has": (
-        merged(ENGINE, {"sidecar": {"settings": {"storeUrl": "s3://kv/release", "handoverS": 60}}}),
-        ("engine.terminationGracePeriodSeconds", "handoverS"),
     ),
     "memory beyond what the sidecar may have": (
         merged(ENGINE, {"sidecar": {"memoryLimit": "16Gi"}}),

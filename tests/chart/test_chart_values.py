@@ -18,6 +18,7 @@ from tests.chart.releases import (
     ENGINE,
     ENVOY_GATEWAY,
     EVERYTHING,
+    INGRESS,
     INJECTOR,
     LMCACHE,
     NO_ENVOY,
@@ -72,6 +73,9 @@ SAMPLES: dict[str, Any] = {
     "engine.replicas": 2,
     "envoy.parentRefs": [{"name": "other"}],
     "envoy.hostnames": ["other.example.org"],
+    "ingress.hosts": ["other.example.org"],
+    "ingress.tls": [{"secretName": "other"}],
+    "extraObjects": ["apiVersion: v1\nkind: ConfigMap\nmetadata: {name: other}\n"],
     "envoy.service.loadBalancerSourceRanges": ["10.1.0.0/16"],
     "gateway.keda.prometheusServer": "http://other:9090",
     "gateway.keda.threshold": "7",
@@ -97,9 +101,6 @@ SAMPLES: dict[str, Any] = {
     "engine.tensorParallelSize": 2,
     "engine.gpu.count": 2,
     "engine.blockSize": 32,
-    "engine.terminationGracePeriodSeconds": 900,
-    "gateway.terminationGracePeriodSeconds": 900,
-    "contextManager.terminationGracePeriodSeconds": 900,
     "valkey.maxMemory": "100mb",
     "valkey.storage.size": "9Gi",
     "tls.certManager.duration": "1000h",
@@ -110,6 +111,7 @@ SAMPLES: dict[str, Any] = {
 }
 """Values for keys whose schema does not say enough."""
 BESIDE: dict[str, Values] = {
+    **{f"ingress.{key}": INGRESS for key in ("className", "annotations", "hosts", "tls")},
     "networkPolicy.eventSubscribers": {
         "sidecar": {"settings": {"eventsListen": "0.0.0.0:5561", "eventsTenants": ["*"]}},
     },
@@ -462,6 +464,77 @@ def test_keda_counts_what_all_gateways_have_in_hand():
     assert 'namespace="llm"' in trigger["metadata"]["query"].replace(" ", "")
 
 
+@pytest.mark.parametrize(
+    ("release", "service", "port", "hosts"),
+    [
+        ("ingress", "cc-context-cache-envoy", 80, ["llm.example.org", "chat.example.org"]),
+        ("ingress to the gateway", "cc-context-cache-gateway", 8000, [None]),
+    ],
+)
+def test_an_ingress_leads_to_the_entry_point(release, service, port, hosts):
+    documents = render(RELEASES[release])
+    [ingress] = of_kind(documents, "Ingress")
+    backends = [path["backend"]["service"] for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]]
+
+    assert backends == [{"name": service, "port": {"number": port}}] * len(hosts)
+    assert port in [one["port"] for one in one(documents, "Service", service)["spec"]["ports"]]
+    assert [rule.get("host") for rule in ingress["spec"]["rules"]] == hosts
+    if release == "ingress":
+        assert ingress["spec"]["ingressClassName"] == "nginx"
+        assert ingress["spec"]["tls"] == INGRESS["ingress"]["tls"]
+        assert ingress["metadata"]["annotations"] == INGRESS["ingress"]["annotations"]
+
+
+@pytest.mark.parametrize(("release", "front"), [("route to envoy", "envoy"), ("route to the gateway", "gateway")])
+def test_a_route_of_the_gateway_api_leads_to_the_entry_point_and_cuts_no_long_answer(release, front):
+    documents = render(RELEASES[release])
+    [route] = of_kind(documents, "HTTPRoute")
+    [rule] = route["spec"]["rules"]
+    port = {"envoy": 80, "gateway": 8000}[front]
+
+    assert rule == {
+        "backendRefs": [{"name": f"cc-context-cache-{front}", "port": port}],
+        "timeouts": {"request": "0s"},
+    }
+    assert [parent["name"] for parent in route["spec"]["parentRefs"]] == ["public"]
+
+
+def test_extra_objects_are_rendered_as_templates():
+    head = {"apiVersion": "v1", "kind": "ConfigMap"}
+    name = '{{ include "context-cache.fullname" . }}-extra'
+    objects = [
+        {**head, "metadata": {"name": name}, "data": {"replicas": "{{ .Values.gateway.replicas }}"}},
+        "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {{ .Release.Name }}-text\n",
+    ]
+    documents = render(Release(merged(REDIS, {"extraObjects": objects})))
+    found = {name_of(document): document for document in of_kind(documents, "ConfigMap")}
+
+    assert found["cc-context-cache-extra"]["data"] == {"replicas": "2"}
+    assert "cc-text" in found
+
+
+@pytest.mark.parametrize(
+    ("component", "values", "grace_s"),
+    [
+        ("gateway", {}, 50),
+        ("gateway", {"gateway": {"drainDelayS": 10, "settings": {"drainTimeoutS": 90.5}}}, 116),
+        ("context-manager", {}, 25),
+        ("context-manager", {"contextManager": {"settings": {"drainS": 60}}}, 80),
+        ("engine", {}, 120),
+        ("engine", {"engine": {"shutdownTimeoutS": 600}}, 660),
+        ("engine", {"engine": {"turn": {"drainTimeoutS": 90}}}, 150),
+        ("engine", {"sidecar": {"settings": {"handoverS": 60}}}, 160),
+        ("engine", {"sidecar": {"peers": False}}, 100),
+        ("engine", {"sidecar": {"peers": False, "settings": {"storeUrl": "s3://kv", "handoverS": 60}}}, 160),
+    ],
+)
+def test_a_pod_has_the_time_that_its_drain_takes(component, values, grace_s):
+    """Seen failing without the 15 s of the turn process, and with 20 s for every hand-over."""
+    pod = pod_of(render(Release(merged(REDIS, ENGINE, values))), component)
+
+    assert pod.spec["terminationGracePeriodSeconds"] == grace_s
+
+
 def test_the_load_balancer_is_as_the_values_say():
     service = one(render(RELEASES["load balancer"]), "Service", "-envoy")
 
@@ -482,7 +555,7 @@ NULLS: Values = {
     "gateway": {"resources": None},
     "engine": {"resources": None, "pod": {"tolerations": None}, "extraArgs": None},
     "sidecar": {"resources": None, "peerNetworks": None},
-    "networkPolicy": {"clients": None, "dns": {"to": None}, "extraEgress": {"engine": None}},
+    "networkPolicy": {"clients": None, "dns": {"to": None}, "extraEgress": None, "extraIngress": None},
 }
 """What files of values say to empty a list or map, or to leave the choice of a user to OpenShift."""
 

@@ -168,7 +168,7 @@ store is, so its own port is open beside theirs. Takes the root.
 
 {{/* Rules out of the values: dict "rules" .Values.networkPolicy.extraEgress "component" "contextManager". */}}
 {{- define "context-cache.network.extra" -}}
-{{- with get .rules .component }}
+{{- with get (.rules | default dict) .component }}
 {{- toYaml . }}
 {{- end }}
 {{- end }}

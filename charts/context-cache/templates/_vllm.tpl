@@ -115,6 +115,17 @@ readinessProbe:
 {{- toYaml $resources }}
 {{- end }}
 
+{{/* Seconds until a pod is killed: the hook, running answers, the sidecar's contexts, and some seconds to end. */}}
+{{- define "context-cache.engine.graceS" -}}
+{{- $engine := .Values.engine }}
+{{- $store := ne "" (dig "storeUrl" "" .Values.sidecar.settings) }}
+{{- /* An ending sidecar saves its contexts in the store or to its peers, and drains for 5 s (kv_sidecar DRAIN_S). */}}
+{{- $flush := ternary (dig "handoverS" 20.0 .Values.sidecar.settings) 0.0 (or $store (ne "[]" (include "context-cache.sidecar.takers" .))) }}
+{{- /* A turn process cancels what outlives its drain, and ends 15 s after that (vllm_plugin/turn/__main__.py). */}}
+{{- $turns := addf 15 (dig "drainTimeoutS" $engine.shutdownTimeoutS ($engine.turn | default dict)) }}
+{{- addf $engine.preStopSleepS (maxf $engine.shutdownTimeoutS $turns) $flush 5 10 | ceil | int }}
+{{- end }}
+
 {{/* Stops with a readable message where the engine's values contradict each other. */}}
 {{- define "context-cache.engine.check" -}}
 {{- $engine := .Values.engine }}
@@ -135,15 +146,6 @@ readinessProbe:
 {{- end }}
 {{- if and (eq $gpus 0) (ne (mod (int $engine.blockSize) 32) 0) }}
 {{- fail (printf "engine.blockSize (%d) must be a multiple of 32 with engine.gpu.count 0: vLLM's attention on CPUs supports no other block size" (int $engine.blockSize)) }}
-{{- end }}
-{{- $store := ne "" (dig "storeUrl" "" .Values.sidecar.settings) }}
-{{- /* An ending sidecar saves its contexts in the store or to its peers, and drains for 5 s (kv_sidecar DRAIN_S). */}}
-{{- $flush := ternary (dig "handoverS" 20.0 .Values.sidecar.settings) 0.0 (or $store (ne "[]" (include "context-cache.sidecar.takers" .))) | float64 | ceil | int }}
-{{- /* A turn process cancels what outlives its drain, and ends 15 s after that (vllm_plugin/turn/__main__.py). */}}
-{{- $turns := dig "drainTimeoutS" $engine.shutdownTimeoutS ($engine.turn | default dict) | float64 | ceil | int | add 15 }}
-{{- $needed := add $engine.preStopSleepS (max (int $engine.shutdownTimeoutS) (int $turns)) 5 $flush }}
-{{- if lt (int $engine.terminationGracePeriodSeconds) (int $needed) }}
-{{- fail (printf "engine.terminationGracePeriodSeconds (%d) must be at least %d: engine.preStopSleepS, engine.shutdownTimeoutS (engine.turn.drainTimeoutS), 15 s of the turn process, 5 s of the sidecar and sidecar.settings.handoverS. Otherwise running answers are cut or KV is lost" (int $engine.terminationGracePeriodSeconds) (int $needed)) }}
 {{- end }}
 {{- if not (or $engine.rollout.maxSurge $engine.rollout.maxUnavailable) }}
 {{- fail "engine.rollout: maxSurge and maxUnavailable must not both be 0. No pod could be replaced" }}

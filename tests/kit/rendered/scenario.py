@@ -77,7 +77,7 @@ def _values() -> dict[str, Any]:
     own = {
         "engine": _ENGINE,
         # Answers that run when a pod ends may be slow.
-        "gateway": {"settings": {"drainTimeoutS": 120}, "terminationGracePeriodSeconds": 180},
+        "gateway": {"settings": {"drainTimeoutS": 120}},
         "envoy": {"settings": {"pluginTimeoutS": 60, "connectTimeoutS": 20}},
         "sidecar": {"memoryLimit": "256Mi"},
         "monitoring": {"podMonitor": {"enabled": True}},

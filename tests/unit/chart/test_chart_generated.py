@@ -96,7 +96,7 @@ def test_a_map_of_settings_keeps_bounds_and_meaning_of_the_fields_and_leaves_out
 
 @pytest.mark.parametrize("key", REPEATED)
 def test_defaults_that_the_chart_s_checks_repeat_are_those_of_the_processes(key):
-    text = (CHART / "templates" / "validate.yaml").read_text()
+    text = "".join(path.read_text() for path in sorted((CHART / "templates").glob("*.yaml")))
     found = [float(number) for number in re.findall(rf'dig "{key}" ([0-9.]+) ', text)]
 
     assert found == REPEATED[key]

@@ -63,7 +63,9 @@ def test_every_query_is_about_metrics_and_labels_that_exist():
             names = {one for one in known.keys() | ENVOY if re.fullmatch(pattern, one)}
             assert names, f"{pattern} in {expression}"
             for one in names - ENVOY:
-                assert asked.keys() - {"namespace", "pod"} <= known[one], f"labels of {one} in {expression}"
+                assert asked.keys() - {"namespace", "pod", "model_name"} <= known[one], (
+                    f"labels of {one} in {expression}"
+                )
 
 
 def test_every_query_is_about_one_release_s_namespace():
@@ -72,6 +74,22 @@ def test_every_query_is_about_one_release_s_namespace():
         words = set(re.findall(r"[a-z_]{3,}", bare)) - FUNCTIONS
         assert all('namespace="$namespace"' in m or 'namespace=~"$namespace"' in m for _, m in selectors(expression))
         assert all(f"{word}{{" in expression for word in words), words
+
+
+def test_every_panel_is_about_the_chosen_namespace_pod_model_and_tenant():
+    """Seen failing without the matcher of the connector's model, and of the tenant."""
+    known, of_label = series(), {"model": "model", "model_name": "model", "tenant": "tenant"}
+    asked = [one for panel in panels() for target in panel["targets"] for one in selectors(target["expr"])]
+    for name, matchers in asked:
+        of_vllm = {"model_name"} if name.startswith("contextcache_connector_") else set()
+        labels = {"namespace": "namespace", "pod": "pod"} | {
+            label: of_label[label] for label in of_label.keys() & (known.get(name, set()) | of_vllm)
+        }
+
+        assert all(f'{label}=~"${variable}"' in matchers for label, variable in labels.items()), name
+    variables = json.loads(dashboard_json())["templating"]["list"]
+    assert [one["name"] for one in variables] == ["datasource", "namespace", "pod", "model", "tenant"]
+    assert {one["allValue"] for one in variables[1:]} == {".*"}
 
 
 def test_answers_of_envoy_are_those_to_clients_and_not_to_probes():
@@ -129,6 +147,7 @@ def test_the_dashboard_has_the_rows_an_operator_asks_for():
         "Hits by source",
         "Time to the first token",
         "Bytes by tier and tenant",
+        "Requests",
         "Errors",
         "Redis",
         "Sidecar I/O",
