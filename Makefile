@@ -117,6 +117,9 @@ docs: install ## build the documentation site in .build/site; REPOSITORY_URL=<we
 plots: install ## draw the README's picture from benchmarks/results; the documentation site draws its own
 	@PYTHONPATH=. $(PY) -m benchmarks.plots
 
+pictures: install ## draw the console's pictures of docs/guides/console.md from sample data; needs Chromium
+	@PYTHONPATH=. $(PY) -m tests.kit.console_pictures
+
 images: ## build both images with docker or buildah; VLLM_IMAGE=<vLLM's> PYTHON_IMAGE=<Debian with Python> BUILDER=<program>
 	@$(BUILDER) build $(IMAGE_OPTIONS) --file deploy/docker/Dockerfile --tag context-cache:$(RELEASE) .
 	@$(BUILDER) build $(IMAGE_OPTIONS) $(if $(VLLM_IMAGE),--build-arg VLLM_IMAGE=$(VLLM_IMAGE)) --file deploy/docker/Dockerfile.vllm --tag context-cache-vllm:$(RELEASE) .

@@ -2,10 +2,10 @@
 
 import { html, useEffect, useState } from "./htm-preact.js";
 import { call, contextPath } from "./api.js";
-import { Confirm, Copy, Fact, Life, Problem, Tag, useEvery, useTitle } from "./pieces.js";
+import { Confirm, Copy, Fact, Life, Loading, Problem, Saved, Tag, useEvery, useTitle } from "./pieces.js";
 import { conversationOf, fork, read, remove, rewind, turnsOf } from "./turns.js";
 import { TurnList } from "./turnlist.js";
-import { count, moment, plural, reasonOf, shortId, size, tierOf } from "./words.js";
+import { count, moment, plural, reasonOf, shortId, size, tierOf, titleOf } from "./words.js";
 
 const REFRESH_MS = 5_000;
 const ANCESTORS_MAX = 16;
@@ -18,10 +18,11 @@ const HOLDERS = {
 };
 
 export function Context({ id }) {
-  const head = useTitle(`Context ${shortId(id)}`);
   const [context, setContext] = useState(null);
   const [error, setError] = useState(null);
   const [question, setQuestion] = useState(null);
+  const title = context ? titleOf(context) : "";
+  const head = useTitle(`Context ${title || shortId(id)}`);
   const look = () => read(id).then((found) => (setContext(found), setError(null)), setError);
   useEffect(() => void look(), [id]);
   useEvery(REFRESH_MS, () => (question || error?.status === 404 || error?.status === 410 ? null : look()));
@@ -49,11 +50,13 @@ export function Context({ id }) {
   return html`
     <p class="crumb"><a href="#/contexts">Contexts</a></p>
     <div class="row head">
-      <h1 ref=${head} tabindex="-1" class="id"><code>${id}</code></h1>
+      <h1 ref=${head} tabindex="-1" class=${title ? "break" : "id"}>${title || html`<code>${id}</code>`}</h1>
       ${context && !isGone && html`<${Tag} kind=${context.state}>${context.state}<//>`}
       <${Copy} text=${id} what="id" />
     </div>
+    ${title && html`<p class="id"><code>${id}</code></p>`}
     <${Problem} error=${error} />
+    ${!context && !error && html`<${Loading} name="the context" />`}
     ${context && !isGone && html`
       <div class="row actions">
         <a class="button primary" href=${`#/playground/${encodeURIComponent(id)}`}>Continue in the playground</a>
@@ -82,6 +85,7 @@ const Facts = ({ context }) => html`<dl class="facts card">
   <${Fact} name="Model">${context.model}<//>
   <${Fact} name="Turns"><span class="number">${count(context.turns)}</span><//>
   <${Fact} name="Tokens"><span class="number">${count(context.tokens)}</span><//>
+  <${Fact} name="Saved"><${Saved} of=${context} /><//>
   <${Fact} name="KV"><span class="number">${size(context.bytes)}</span><//>
   <${Fact} name="Storage">${context.tiers.map(tierOf).join(", ") || "–"}<//>
   <${Fact} name="Holder">${context.holder.endpoint || "–"}<small>${HOLDERS[context.holder.state]}${

@@ -4,8 +4,8 @@ import { html, useState } from "./htm-preact.js";
 import { call, contextPath } from "./api.js";
 import { Pager } from "./contexts.js";
 import { usePages } from "./pages.js";
-import { Confirm, Empty, Problem, useTitle } from "./pieces.js";
-import { count, moment, shortId, size, span } from "./words.js";
+import { Confirm, Empty, Loading, Problem, useTitle } from "./pieces.js";
+import { count, moment, percent, shortId, size, span } from "./words.js";
 
 const load = (after, signal) =>
   call("GET", `/v1/context?${new URLSearchParams({ kind: "kept", limit: 25, ...(after && { after }) })}`, { signal });
@@ -24,9 +24,10 @@ export function Kept() {
   const away = page.extra?.unreachable ?? [];
   return html`
     <h1 ref=${head} tabindex="-1">Kept conversations</h1>
-    <p class="lead">KV of requests without a context, for API keys with <code>"plain": "keep"</code>. The next request with the same beginning reuses it.</p>
+    <p class="lead">KV of requests without a context, for API keys with <code>"plain": "keep"</code>. The next request with the same beginning reuses it. The usage of each answer has its cached tokens.</p>
     <${Problem} error=${error ?? page.error} />
     ${away.length > 0 && html`<p class="note">These pods do not answer, so their conversations are missing: ${away.join(", ")}.</p>`}
+    ${page.isLoading && !page.data && html`<${Loading} name="kept conversations" />`}
     ${page.data && !page.data.length && html`<${Empty} title="No kept conversations">This key does not keep requests without a context, or sent none in the last hour.<//>`}
     ${page.data?.length > 0 && html`<div class="card"><table role="table" class="list">
       <caption class="hidden">Kept conversations, last used first</caption>
@@ -51,4 +52,4 @@ export function Kept() {
 }
 
 const missOf = (miss) =>
-  miss ? `${count(miss.matched)} of ${count(miss.of)} tokens matched; the first difference was token ${count(miss.diverged_at_token)}` : "–";
+  miss ? `${percent(miss.of ? miss.matched / miss.of : null)} matched: ${count(miss.matched)} of ${count(miss.of)} tokens; the first difference was token ${count(miss.diverged_at_token)}` : "–";

@@ -1,13 +1,18 @@
-// The deployment as an operator's key sees it: pods, tenants, turns a minute. With any other key, what its own tenant used.
+// The deployment as an operator's key sees it: pods, tenants, turns a minute. With any key, what a tenant used and saved.
 
 import { html, useEffect, useState } from "./htm-preact.js";
 import { call } from "./api.js";
+import { Chart } from "./chart.js";
 import { Pager } from "./contexts.js";
 import { usePages } from "./pages.js";
-import { Empty, Fact, Problem, Tag, useEvery, useTitle } from "./pieces.js";
-import { count, gibHours, plural, size, tierOf } from "./words.js";
+import { Empty, Loading, Problem, Saved, Tag, useEvery, useTitle } from "./pieces.js";
+import { compact, count, gibHours, percent, plural, size, tierOf } from "./words.js";
 
 const REFRESH_MS = 5_000;
+const LOOKS_MAX = 360; // half an hour of them
+const HISTORY_DAYS = 31; // the most that one call reads
+const HISTORY_REFRESH_MS = 300_000;
+const DAY_S = 86_400;
 const TENANTS_SHOWN = 20; // each costs the manager a read
 
 // What this key's tenant used, and of an operator's what there is: another key does not ask for that.
@@ -20,9 +25,11 @@ const look = async (after, signal) => {
   return { data, has_more: seen.has_more, last_id: seen.last_tenant, pods: seen.pods, limits: seen.limits, at: Date.now(), own };
 };
 
+const usagePath = (tenant, days) => `/v1/usage?${new URLSearchParams({ ...(tenant && { tenant }), ...days })}`;
+
 // Pods and limits are known where the manager is away, and are shown then.
 const usageOf = (tenant, signal) =>
-  call("GET", `/v1/usage${tenant && `?tenant=${encodeURIComponent(tenant)}`}`, { signal }).catch((refusal) => {
+  call("GET", usagePath(tenant), { signal }).catch((refusal) => {
     if (signal.aborted) throw refusal;
     return null;
   });
@@ -30,19 +37,31 @@ const usageOf = (tenant, signal) =>
 export function Operations() {
   const head = useTitle("Operations");
   const page = usePages("deployment", look);
-  const [looks, setLooks] = useState({ now: null, before: null });
-  useEffect(() => page.extra?.pods && setLooks((shown) => ({ now: page.extra, before: shown.now })), [page.extra]);
+  const [looks, setLooks] = useState([]);
+  const [tenant, setTenant] = useState("");
+  // The looks of one page of tenants: turns a minute are differences between them.
+  useEffect(() => page.extra?.pods && setLooks((seen) => [...seen, page.extra].slice(-LOOKS_MAX)), [page.extra]);
+  const now = looks.at(-1);
   const own = page.extra?.own;
+  const usages = [own, ...(now?.data ?? []).map((one) => one.usage)].filter(Boolean);
+  const tenants = [...new Set(now ? usages.map((one) => one.tenant) : [])].sort();
+  const used = [...usages].sort((one, other) => other.total.turns - one.total.turns)[0];
+  const usage = usages.find((one) => one.tenant === (tenant || used?.tenant));
   const isOperator = page.error?.code !== "operator_only" && (!own || own.operator);
   useEvery(REFRESH_MS, () => page.reload());
   return html`
     <h1 ref=${head} tabindex="-1">Operations</h1>
     ${isOperator
       ? html`<${Problem} error=${page.error} />`
-      : html`<${Empty} title="For operators">Only an operator’s key shows pods and tenants. This key shows the usage of its own tenant.<//>`}
-    ${looks.now && html`<h2>Pods</h2><${Pods} pods=${looks.now.pods} />
-      <h2>Tenants</h2><${Tenants} looks=${looks} /><${Pager} page=${page} said="" />`}
-    ${own && html`<h2>Usage of ${own.tenant} today</h2><${Usage} usage=${own} />`}
+      : html`<p class="note">Only an operator’s key shows pods and tenants. This key shows the usage of its own tenant.</p>`}
+    ${page.isLoading && !page.extra && html`<${Loading} name="the deployment" />`}
+    ${now && html`<h2>Pods</h2><${Pods} pods=${now.pods} /><${Load} looks=${looks} />
+      <h2>Tenants</h2><${Tenants} now=${now} before=${looks.at(-2)} /><${Pager} page=${page} said="" />`}
+    ${own && html`<div class="row head saved-head"><h2>Saved by ${usage.tenant}</h2>
+        ${tenants.length > 0 && html`<label class="inline">Tenant <select value=${usage.tenant} onChange=${(event) => setTenant(event.currentTarget.value)}>
+          ${tenants.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>`}</div>
+      <${History} key=${usage.tenant} tenant=${usage.tenant} />
+      <h2>Usage of ${usage.tenant} today</h2><${Usage} usage=${usage} />`}
   `;
 }
 
@@ -51,13 +70,12 @@ const Table = ({ caption, heads, rows, text = [] }) => html`<div class="card"><t
   <caption class="hidden">${caption}</caption>
   <thead role="rowgroup"><tr role="row">${heads.map((name, at) =>
     html`<th role="columnheader" scope="col" class=${at && !text.includes(at) ? "number" : ""}>${name}</th>`)}</tr></thead>
-  <tbody role="rowgroup">${rows.map(([name, ...cells]) => html`<tr role="row" key=${name}>
+  <tbody role="rowgroup">${rows.map(([name, ...cells]) => html`<tr role="row">
     <td role="cell" class="name">${name}</td>
     ${cells.map((cell, at) => html`<td role="cell" data-name=${heads[at + 1]} class=${text.includes(at + 1) ? "" : "number"}>${cell}</td>`)}
   </tr>`)}</tbody>
 </table></div>`;
 
-const percent = (share) => `${(100 * share).toFixed(0)} %`;
 const STATES = { ready: ["ready", "ready"], draining: ["partial", "draining"], not_ready: ["miss", "not ready"] };
 
 function Pods({ pods }) {
@@ -77,7 +95,53 @@ function Pods({ pods }) {
     ${kinds > 1 && html`<p class="note">The pods have ${kinds} kinds of KV. A pod cannot reuse the KV of another kind.</p>`}`;
 }
 
-function Tenants({ looks: { now, before } }) {
+// Requests in the pods since this page was opened, and turns of the shown tenants.
+function Load({ looks }) {
+  if (looks.length < 2) return null;
+  const sum = (pods, what) => pods.reduce((total, { engine }) => total + engine[what], 0);
+  const turnsOf = ({ data }) => data.reduce((total, { usage }) => total + (usage?.total.turns ?? 0), 0);
+  const rates = looks.slice(1).map((look, at) => {
+    const minutes = (look.at - looks[at].at) / 60_000;
+    return look.data[0]?.tenant === looks[at].data[0]?.tenant ? Math.max(0, turnsOf(look) - turnsOf(looks[at])) / Math.max(minutes, 1 / 60) : null;
+  });
+  const [x, last] = [looks.slice(1).map(({ at }) => at / 1000), looks.at(-1)];
+  const told = `Since this page was opened: ${count(sum(last.pods, "running"))} requests running, ${count(sum(last.pods, "waiting"))} waiting, ${count(rates.at(-1))} turns a minute.`;
+  const lines = ["running", "waiting"].map((what, at) => ({ label: what, colour: at ? "computed" : "cached", values: looks.slice(1).map(({ pods }) => sum(pods, what)) }));
+  lines.push({ label: "turns a minute", colour: "accent", dash: [5, 4], values: rates });
+  return html`<div class="card"><h3>Requests in pods, and turns a minute</h3>
+    <${Chart} told=${told} x=${x} lines=${lines} time="local" least=${4} format=${count} tick=${count} /></div>`;
+}
+
+// What a tenant saved, day by day: the last month.
+function History({ tenant }) {
+  const [found, setFound] = useState(null);
+  const [error, setError] = useState(null);
+  const read = () => {
+    const [to, from] = [0, HISTORY_DAYS - 1].map((days) => new Date(Date.now() - days * DAY_S * 1000).toISOString().slice(0, 10));
+    return call("GET", usagePath(tenant, { from, to })).then((usage) => (setFound(usage), setError(null)), setError);
+  };
+  useEffect(() => void read(), []);
+  useEvery(HISTORY_REFRESH_MS, read);
+  if (error) return html`<${Problem} error=${error} />`;
+  if (!found) return html`<${Loading} name=${`the last ${HISTORY_DAYS} days`} />`;
+  if (!found.total.turns) return html`<${Empty} title="No turns yet">No turn ended in the last ${HISTORY_DAYS} days.<//>`;
+  const byDay = new Map(found.days.map(({ day, total }) => [Date.parse(day) / 1000, total]));
+  const [first, last] = [Math.min(...byDay.keys()), Math.max(...byDay.keys())];
+  const x = Array.from({ length: Math.max(7, (last - first) / DAY_S + 1) }, (_, at) => last - at * DAY_S).reverse();
+  const line = (label, colour, value) => ({ label, colour, values: x.map((day) => (byDay.has(day) ? value(byDay.get(day)) : null)) });
+  const told = `${percent(found.total.saved_share)} of ${count(found.total.cached_tokens + found.total.computed_tokens)} prompt tokens were not computed.`;
+  return html`<p>Last ${HISTORY_DAYS} days: <${Saved} of=${found.total} /></p>
+    <div class="charts">
+      <div class="card"><h3>Saved share by day</h3>
+        <${Chart} told=${told} x=${x} time="utc" most=${1} format=${percent} tick=${percent} lines=${[line("saved", "cached", (total) => total.saved_share)]} /></div>
+      <div class="card"><h3>Prompt tokens by day</h3>
+        <${Chart} told=${told} x=${x} time="utc" format=${count} tick=${compact}
+          lines=${[line("not computed", "cached", (total) => total.cached_tokens), line("computed", "computed", (total) => total.computed_tokens)]} /></div>
+    </div>
+    <${UsageTable} caption=${`Usage by model, last ${HISTORY_DAYS} days`} head="Model" rows=${found.models.map((used) => [used.model, used])} />`;
+}
+
+function Tenants({ now, before }) {
   const then = new Map((before?.data ?? []).map(({ tenant, usage }) => [tenant, usage]));
   const perMinute = ({ tenant, usage }) => {
     const earlier = then.get(tenant);
@@ -92,8 +156,7 @@ function Tenants({ looks: { now, before } }) {
       count(one.usage?.contexts_now),
       count(used?.turns),
       perMinute(one),
-      count(used?.computed_tokens),
-      count(used?.cached_tokens),
+      used ? html`<${Saved} of=${used} />` : "–",
       used ? gibHours(held(used)) : "–",
       count(one.requests_in_hand),
     ];
@@ -105,7 +168,7 @@ function Tenants({ looks: { now, before } }) {
     bytes ? `${size(bytes)} of bodies` : "",
   ].filter(Boolean);
   return html`<${Table} caption="Tenants" rows=${rows}
-      heads=${["Tenant", "Keys", "Contexts", "Turns today", "Turns/min", "Computed", "Cached", "GiB·h", "In flight"]} />
+      heads=${["Tenant", "Keys", "Contexts", "Turns today", "Turns/min", "Saved today", "GiB·h", "In flight"]} />
     <p class="note">${limits.length ? `Limits of a tenant at one gateway: ${limits.join(", ")}.` : "Tenants have no limit on requests."} In flight: requests in progress.
       GiB·h: stored KV today, in GiB times hours. Turns/min: since the previous refresh.</p>`;
 }
@@ -116,12 +179,15 @@ const held = (used) => Object.values(used.byte_hours).reduce((sum, bytes) => sum
 function Usage({ usage }) {
   const named = usage.days.flatMap(({ keys }) => keys.map((used) => [used.key || "(stored KV)", used]));
   if (!named.length) return html`<${Empty} title="Nothing used yet">This table shows today’s turns, by API key.<//>`;
-  const rows = [...named, ["Total", usage.total]].map(([name, used]) => [
-    name,
-    ...[used.contexts, used.turns, used.computed_tokens, used.cached_tokens, used.completion_tokens].map(count),
-    `${used.saved_seconds.toFixed(1)} s`,
-    gibHours(held(used)),
-  ]);
-  return html`<${Table} caption="Usage today, by API key" rows=${rows}
-    heads=${["API key", "Contexts", "Turns", "Computed", "Cached", "Answered", "Saved", "GiB·h"]} />`;
+  return html`<${UsageTable} caption="Usage today, by API key" head="API key" rows=${[...named, ["Total", usage.total]]} />`;
 }
+
+const UsageTable = ({ caption, head, rows }) => html`<${Table} caption=${caption}
+  heads=${[head, "Contexts", "Turns", "Computed", "Saved", "Answered", "GiB·h"]}
+  rows=${rows.map(([name, used]) => [
+    name,
+    ...[used.contexts, used.turns, used.computed_tokens].map(count),
+    html`<${Saved} of=${used} />`,
+    count(used.completion_tokens),
+    gibHours(held(used)),
+  ])} />`;

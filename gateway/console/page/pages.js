@@ -3,6 +3,16 @@
 import { useEffect, useRef, useState } from "./htm-preact.js";
 
 const BACK_MAX = 500;
+const AT_ONCE = 4;
+
+// Act on each item, a few at a time; an act that returns false stops those that have not begun.
+export async function each(items, act) {
+  const left = [...items];
+  const work = async () => {
+    while (left.length) if ((await act(left.shift())) === false) left.length = 0;
+  };
+  await Promise.all(Array.from({ length: AT_ONCE }, work));
+}
 
 // `load(after, signal)` gives { data, has_more, last_id }; another `what` begins again.
 export function usePages(what, load) {

@@ -1,7 +1,7 @@
 // What several views are made of.
 
 import { html, useEffect, useRef, useState } from "./htm-preact.js";
-import { span } from "./words.js";
+import { count, duration, percent, span } from "./words.js";
 
 export const useTitle = (title) => {
   const head = useRef(null);
@@ -21,16 +21,33 @@ export const Tag = ({ kind, children }) => html`<span class=${`tag ${kind ?? ""}
 
 export const Fact = ({ name, children }) => html`<div class="fact"><dt>${name}</dt><dd>${children}</dd></div>`;
 
-// How much of a life is left; the words say it too, so the bar is for the eye alone.
+// A share as a bar, for the eye alone: the words beside it say the same.
+const Meter = ({ share, isLate, children }) => html`<span class=${isLate ? "meter late" : "meter"}>
+  <span class="track" aria-hidden="true"><span style=${{ width: `${(Math.max(0, Math.min(1, share)) * 100).toFixed(1)}%` }}></span></span>
+  <span class="number">${children}</span>
+</span>`;
+
 export function Life({ expiresAt, ttl }) {
   const left = expiresAt - Date.now() / 1000;
-  const share = Math.max(0, Math.min(1, left / ttl));
-  const kind = share < 0.15 ? "life late" : "life";
-  return html`<span class=${kind}>
-    <span class="track" aria-hidden="true"><span style=${{ width: `${(share * 100).toFixed(1)}%` }}></span></span>
-    <span class="number">${span(left)}</span>
-  </span>`;
+  return html`<${Meter} share=${left / ttl} isLate=${left / ttl < 0.15}>${span(left)}<//>`;
 }
+
+// Prompt tokens that were not computed, of a context, a key, a model or a tenant: share, tokens and seconds, as the server sums them.
+export const Saved = ({ of }) => html`<${Meter} share=${of.saved_share ?? 0}>${percent(of.saved_share)}<//>
+  ${of.saved_share != null && html`<small class="number">${count(of.cached_tokens)} tokens, ${duration(of.saved_seconds)}</small>`}`;
+
+// How long a person has waited: from when this is first drawn.
+export function Elapsed({ children }) {
+  const began = useRef(performance.now());
+  const [, again] = useState(0);
+  useEffect(() => {
+    const timer = setInterval(() => again((times) => times + 1), 100);
+    return () => clearInterval(timer);
+  }, []);
+  return html`<span class="note elapsed" role="timer">${children} <span class="number">${((performance.now() - began.current) / 1000).toFixed(1)} s</span></span>`;
+}
+
+export const Loading = ({ name }) => html`<p class="late"><${Elapsed}>Loading ${name}…<//></p>`;
 
 // Computed against cached tokens of a turn, on one scale with the others of its context.
 export function TokenBar({ computed, cached, most }) {

@@ -2,10 +2,10 @@
 
 import { html, useEffect, useRef, useState } from "./htm-preact.js";
 import { Chart } from "./chart.js";
-import { Confirm, Empty, Problem, useTitle } from "./pieces.js";
+import { Confirm, Elapsed, Empty, Problem, Saved, useTitle } from "./pieces.js";
 import { TurnList } from "./turnlist.js";
 import { conversationOf, fork, read, remove, runTurn, turnsOf } from "./turns.js";
-import { shortId } from "./words.js";
+import { milliseconds, shortId, tick, titleOf } from "./words.js";
 
 const SYSTEM = "You are a careful assistant. Answer briefly.";
 
@@ -44,10 +44,11 @@ export function Playground({ id: given, models }) {
         model: context?.model ?? said.get("model"),
         ttl: Number(said.get("ttl")),
         maxTokens: Number(said.get("max_tokens")),
-        metadata: kind === "create" ? { made_in: "console" } : undefined,
+        metadata: kind === "create" ? { made_in: "console", ...(said.get("title").trim() && { title: said.get("title").trim() }) } : undefined,
         timesCold: said.get("cold") === "on",
         signal: running.current.signal,
         onText: (text) => setStreamed((before) => ({ ...before, text })),
+        onCold: () => setStreamed((before) => ({ ...before, isCold: true })),
       });
       form.current.elements.message.value = "";
       show(await read(ran.id));
@@ -84,7 +85,7 @@ export function Playground({ id: given, models }) {
   return html`
     <div class="row head">
       <h1 ref=${head} tabindex="-1">Playground</h1>
-      ${id && html`<a href=${`#/contexts/${encodeURIComponent(id)}`} title=${id}><code>${shortId(id)}</code></a>`}
+      ${id && html`<a href=${`#/contexts/${encodeURIComponent(id)}`} title=${id}>${titleOf(context) || html`<code>${shortId(id)}</code>`}</a>`}
     </div>
     <div class="split">
       <section aria-label="Conversation">
@@ -98,7 +99,8 @@ export function Playground({ id: given, models }) {
           </label>
           <div class="row">
             <button type="submit" class="primary" disabled=${streamed}>${id ? "Ask" : "Create and ask"}</button>
-            ${streamed && html`<button type="button" onClick=${() => running.current?.abort()}>Stop</button>`}
+            ${streamed && html`<button type="button" onClick=${() => running.current?.abort()}>Stop</button>
+              <${Elapsed} key=${phaseOf(streamed)}>${phaseOf(streamed)}<//>`}
             ${id && html`
               <button type="button" disabled=${streamed || !messages} title=${messages ? "" : "Replay needs the whole conversation, and this tab has only a part of it"}
                 onClick=${() => run("replay", messages.slice(0, -1))}>Replay</button>
@@ -114,7 +116,8 @@ export function Playground({ id: given, models }) {
       </section>
       <section aria-label="Measured">
         ${turns.length
-          ? html`<div class="card"><h2>Time to the first token</h2><${Chart} turns=${turns} /></div>`
+          ? html`<div class="card"><h2>Time to the first token</h2><${FirstTokens} turns=${turns} /></div>
+            <div class="card saved-sum"><h2>Saved by this context</h2><p><${Saved} of=${context} /></p></div>`
           : html`<${Empty} title="No turns yet">The chart compares each turn with a cold prompt of the same length, which reuses no KV.<//>`}
       </section>
     </div>
@@ -122,6 +125,18 @@ export function Playground({ id: given, models }) {
     ${wantsDelete && html`<${Confirm} question="Delete this context?" detail="This deletes its conversation and its KV. It cannot be undone." verb="Delete"
       onYes=${removed} onNo=${() => setWantsDelete(false)} />`}
   `;
+}
+
+const phaseOf = ({ text, isCold }) => (isCold ? "Timing a cold prompt" : text ? "Answering" : "Waiting for the first token");
+
+function FirstTokens({ turns }) {
+  const last = turns.at(-1);
+  const told = `Time to the first token of ${turns.length} turns; the last took ${milliseconds(last.ttftMs)}, cold ${milliseconds(last.coldMs)}.`;
+  const cold = turns.map((turn) => turn.coldMs ?? (turn.kind === "create" ? turn.ttftMs : null));
+  return html`<${Chart} told=${told} x=${turns.map((_, at) => at + 1)} format=${milliseconds} tick=${tick} lines=${[
+    { label: "With the context", colour: "cached", values: turns.map((turn) => turn.ttftMs) },
+    { label: "Cold", colour: "computed", dash: [5, 4], values: cold },
+  ]} />`;
 }
 
 // Some 1 500 tokens: what a context saves shows from about a thousand on.
@@ -137,6 +152,7 @@ const NewContext = ({ models }) => html`
       <select name="ttl"><option value="600">10 minutes</option><option value="3600" selected>1 hour</option><option value="86400">1 day</option></select>
     </label>
   </div>
+  <label><span>Title (optional)</span><input name="title" autocomplete="off" maxlength="80" /></label>
   <label><span>System prompt</span><textarea name="system" rows="2" defaultValue=${SYSTEM}></textarea></label>
   <div class="row small"><button type="button" class="quiet" onClick=${fillSample}>Use a long document</button>
     <span class="note">A short prompt computes as fast as it loads. A context saves time from about 1,000 tokens.</span></div>`;

@@ -1,14 +1,14 @@
-// Turns: computed against cached tokens, what each took, and why.
+// Turns: saved share, computed against cached tokens, what each took, and why.
 
 import { html } from "./htm-preact.js";
 import { Tag, TokenBar } from "./pieces.js";
-import { clock, count, milliseconds, verdictOf, whyOf } from "./words.js";
+import { clock, count, milliseconds, percent, verdictOf, whyOf } from "./words.js";
 
 export function TurnList({ turns }) {
   const most = Math.max(...turns.map((turn) => turn.cached + turn.computed));
   // Only the playground times a cold prompt beside a turn.
   const timesCold = turns.some((turn) => turn.coldMs != null || turn.coldError);
-  const heads = ["Turn", "Tokens", "Cached", "Computed", "First token", ...(timesCold ? ["Cold"] : []), "Total", "Why"];
+  const heads = ["Turn", "Saved", "Cached", "Computed", "First token", ...(timesCold ? ["Cold"] : []), "Total", "Why"];
   return html`<div class="card"><table role="table" class="list turns">
     <caption class="hidden">Turns</caption>
     <thead role="rowgroup"><tr role="row">
@@ -17,7 +17,7 @@ export function TurnList({ turns }) {
     <tbody role="rowgroup">${turns.map((turn) => html`<tr role="row" key=${`${turn.generation} ${turn.at}`}>
       <td role="cell" class="name"><span class="number">${turn.generation ?? "–"}</span> ${turn.kind} <${Tag} kind=${verdictOf(turn)}>${verdictOf(turn)}<//>
         <small class="number">${clock(turn.at)}</small></td>
-      <td role="cell" class="wide"><${TokenBar} cached=${turn.cached} computed=${turn.computed} most=${most} /></td>
+      <td role="cell" class="wide" data-name="Saved"><span class="share"><${TokenBar} cached=${turn.cached} computed=${turn.computed} most=${most} /><span class="number">${percent(turn.savedShare)}</span></span></td>
       <td role="cell" data-name="Cached" class="number">${count(turn.cached)}</td>
       <td role="cell" data-name="Computed" class="number">${count(turn.computed)}</td>
       <td role="cell" data-name="First token" class="number">${milliseconds(turn.ttftMs)}</td>

@@ -34,7 +34,7 @@ export async function read(id, signal) {
 }
 
 // Run one turn to its end; returns { id, turn }. `kind`: create, ask or replay. Raises Refusal.
-export async function runTurn({ kind, id, model, messages, ttl, maxTokens, metadata, timesCold, signal, onText }) {
+export async function runTurn({ kind, id, model, messages, ttl, maxTokens, metadata, timesCold, signal, onText, onCold }) {
   const before = id ? conversationOf(id) : null;
   const asked = { model, messages, max_tokens: maxTokens, stream: true, stream_options: { include_usage: true } };
   const path = kind === "create" ? "/v1/context" : "/v1/chat/completions";
@@ -52,6 +52,7 @@ export async function runTurn({ kind, id, model, messages, ttl, maxTokens, metad
     generation: Number(answered.headers.get("x-context-generation")) || null,
     computed: told.computed_tokens ?? 0,
     cached: told.cached_tokens ?? 0,
+    savedShare: told.saved_share,
     contextTokens: told.context_tokens ?? 0,
     answered: usage.completion_tokens ?? 0,
     source: told.source,
@@ -67,6 +68,7 @@ export async function runTurn({ kind, id, model, messages, ttl, maxTokens, metad
   const sawAll = kind !== "ask" || (before.messages && turn.generation === before.generation + 1);
   const heard = { messages: sawAll ? [...(kind === "ask" ? before.messages : []), ...messages, answer] : null, generation: turn.generation };
   keep(named, { turns: [...(before?.turns ?? []), turn], ...(told.committed === false && before ? {} : heard) });
+  if (timesCold) onCold();
   if (timesCold) await timeCold(named, turn, model, signal);
   return { id: named, turn, text: answered.text };
 }
@@ -111,6 +113,7 @@ export function turnsOf(context) {
     generation: turn.generation,
     computed: turn.computed_tokens,
     cached: turn.cached_tokens,
+    savedShare: turn.saved_share,
     contextTokens: turn.context_tokens,
     answered: turn.completion_tokens,
     source: turn.source,

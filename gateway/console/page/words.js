@@ -3,6 +3,9 @@
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
+const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+export const compact = (number) => short.format(number);
+
 export const count = (number) => (number == null ? "–" : whole.format(number));
 
 export function size(bytes) {
@@ -23,6 +26,14 @@ export function milliseconds(ms) {
   return ms < 1000 ? `${whole.format(ms)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
 }
 
+// A share, 0 to 1. What is not everything is not called 100 %.
+export function percent(share) {
+  if (share == null) return "–";
+  return share > 0.99 && share < 1 ? `${Math.min(99.9, 100 * share).toFixed(1)} %` : `${(100 * share).toFixed(0)} %`;
+}
+
+export const duration = (seconds) => (seconds < 90 ? `${seconds.toFixed(1)} s` : span(seconds));
+
 // A tick of an axis, in the unit of its largest one and without needless zeros.
 export function tick(ms, most) {
   if (most < 1000) return `${whole.format(ms)} ms`;
@@ -40,9 +51,14 @@ export function span(seconds) {
 export const moment = (unixS) =>
   unixS ? new Date(unixS * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" }) : "–";
 
+export const day = (unixS) => new Date(unixS * 1000).toLocaleDateString("en-GB", { day: "numeric", month: "short", timeZone: "UTC" });
+
 export const clock = (ms) => new Date(ms).toLocaleTimeString("en-GB");
 
 export const shortId = (id) => (id.length > 20 ? `${id.slice(0, 12)}…${id.slice(-4)}` : id);
+
+// Title that a client gave a context as metadata; empty: none.
+export const titleOf = (context) => context.metadata.title?.trim() ?? "";
 
 export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
