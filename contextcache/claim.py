@@ -15,14 +15,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from contextcache.errors import InvalidRequest
 from contextcache.identity import KV_TRANSFER_KEY
-from contextcache.input_items import AnyObject, check_items_of_input
+from contextcache.input_items import AnyObject, check_items_of_input, last_compaction
 from contextcache.model import SessionId
 from contextcache.names import KEPT_PREFIX, MINTED_PREFIX, SESSION_ID_PATTERN, context_id
 from contextcache.requests import LARGE_BYTES
@@ -130,6 +130,8 @@ class Claims:
     """Keys besides those of `fields`; empty for a body with too many keys."""
     is_lenient: bool = False
     """True: the body is no strict JSON, and `fields` have replacements for such values."""
+    compaction: str | None = None
+    """Content of the last compaction item in a response's input; None: there is none."""
 
     def is_set(self, key: str) -> bool:
         """Return whether a field is there and not null."""
@@ -201,7 +203,7 @@ def read_claims(body: bytes, path: str = "") -> Claims | None:
     """Return the fields that the engine would see; None: the body is no object, or the engine cannot read it.
 
     Raises InvalidRequest with line and column for a body that names a session and is no strict JSON, is too deep or
-    too wide, or is large and not in UTF-8. `path`: see `check_items`.
+    too wide, or is large and not in UTF-8. `path`: see `_checked`.
     """
     if _JSON_START.match(body):
         _check_shape(body)
@@ -216,23 +218,20 @@ def read_claims(body: bytes, path: str = "") -> Claims | None:
         if lenient.is_set("session_id"):
             raise
         found = lenient
-    check_items(path, found)
-    return found
+    return _checked(path, found)
 
 
 def read_strict_claims(body: bytes, path: str = "") -> Claims:
     """Return the fields of a body of strict JSON. Raises InvalidRequest with line, column and fault.
 
-    `path`: see `check_items`.
+    `path`: see `_checked`.
     """
     _check_shape(body)
-    claims = _strict_claims(body)
-    check_items(path, claims)
-    return claims
+    return _checked(path, _strict_claims(body))
 
 
-def check_items(path: str, claims: Claims) -> None:
-    """Raise InvalidRequest for messages, or items of a response's input, of the wrong type.
+def _checked(path: str, claims: Claims) -> Claims:
+    """Return claims with their compaction. Raises InvalidRequest for messages, or items of an input, of a wrong type.
 
     The engine refuses them too, but first tries each item with every type that it knows: 3 KB of such items block its
     event loop for ten seconds.
@@ -241,14 +240,16 @@ def check_items(path: str, claims: Claims) -> None:
     _check_list("messages", fields.messages, _MESSAGES.decode)
     if path == RESPONSES_PATH:
         _check_list("input", fields.input, check_items_of_input)
+        return replace(claims, compaction=_check_list("input", fields.input, last_compaction))
+    return claims
 
 
-def _check_list(name: str, spelled: msgspec.Raw, check: Callable[[bytes | msgspec.Raw], object]) -> None:
-    """Check a field if it is a list. Raises InvalidRequest."""
+def _check_list(name: str, spelled: msgspec.Raw, check: Callable[[bytes | msgspec.Raw], DecodedT]) -> DecodedT | None:
+    """Return the result of `check` for a field that is a list, else None. Raises InvalidRequest."""
     if bytes(memoryview(spelled)[:1]) != b"[":
-        return
+        return None
     try:
-        _leniently(check, spelled)
+        return _leniently(check, spelled)
     except msgspec.ValidationError as exc:
         where = re.search(r"`\$([^`]*)`$", str(exc))
         raise InvalidRequest(f"{name}{where[1] if where else ''} has the wrong type", param=name) from exc

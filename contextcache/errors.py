@@ -226,6 +226,18 @@ ERRORS_BY_CODE = _family(ContextCacheError)
 """Every class of this module by its code, so that the receiver of a code raises the same class."""
 
 
+def error_of(status: int, body: Any, *, retry_after_s: int | None = None) -> ContextCacheError:
+    """Return the error that another process answered: by our code, else by its status, where a 4xx stays a 4xx."""
+    told = body.get("error") if isinstance(body, dict) else None
+    told = told if isinstance(told, dict) else {}
+    kind = ERRORS_BY_CODE.get(str(told.get("code")))
+    if kind is None:
+        kind = ModelNotFound if status == 404 else InvalidRequest if 400 <= status < 500 else EngineFailed
+    param = told.get("param")
+    message = str(told.get("message") or f"the pod answered with status {status}")
+    return kind(message, param=param if isinstance(param, str) else None, retry_after_s=retry_after_s)
+
+
 def error_body(error: ContextCacheError) -> bytes:
     """Return `{"type": "error", "error": {"message", "type", "code", "param"}, "detail": message}` as JSON.
 

@@ -101,6 +101,8 @@ class Identity:
     """Parent context of this conversation; empty: none, or unknown."""
     parent_refs: tuple[CacheRef, ...] = ()
     """KV of the parent, newest first. A new conversation may start from it."""
+    background: bool = False
+    """True: a new context's prompt is computed in pieces, so that other requests never wait for all of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ from contextcache.errors import InvalidRequest
 
 ITEMS_MAX = 4096
 """Items of an input. vLLM 0.32 takes 140 us for an item that fits one of its types."""
+COMPACTION = "compaction"
+"""Type of the item that stands for a compacted conversation."""
 UNCHECKED_MAX = 256
 """Items that fit no flat type, with the elements of their lists. vLLM 0.32 takes two seconds if all are invalid."""
 
@@ -139,7 +141,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "tool_search_output": {"tools": _Objects},
     "additional_tools": {"role": str, "tools": _Objects},
     "configuration_update": {},
-    "compaction": {"encrypted_content": str},
+    COMPACTION: {"encrypted_content": str},
     "compaction_trigger": {},
     "local_shell_call": {"id": str, "action": AnyObject, "call_id": str, "status": str},
     "local_shell_call_output": {"id": str, "output": str},
@@ -191,10 +193,11 @@ FLAT_OUTPUT_MESSAGE: dict[str, Any] = {
 
 
 class _Head(msgspec.Struct, gc=False):
-    """Fields that determine an item's type."""
+    """Fields that determine an item's type, and the content of a compaction."""
 
     type: str | None = None
     role: Any = None
+    encrypted_content: Any = None
 
 
 def _decoders(name: str) -> list[msgspec.json.Decoder[Any]]:
@@ -225,6 +228,12 @@ def check_items_of_input(spelled: bytes | msgspec.Raw, *, param: str = "input") 
             f"{param} has more than {UNCHECKED_MAX} items of unusual types, their list elements included",
             param=param,
         )
+
+
+def last_compaction(spelled: bytes | msgspec.Raw) -> str | None:
+    """Return the content of the last compaction item of a checked input; None: it has none. Raises DecodeError."""
+    heads = map(_HEAD.decode, reversed(_LIST.decode(spelled)))
+    return next((head.encrypted_content for head in heads if head.type == COMPACTION), None)
 
 
 def _num_unchecked(place: str, item: msgspec.Raw) -> int:

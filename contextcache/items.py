@@ -20,6 +20,7 @@ from itertools import chain, count
 from typing import Any
 
 from contextcache.errors import InvalidRequest
+from contextcache.input_items import COMPACTION
 from contextcache.model import Segment, SegmentKind
 
 _ASSISTANT = "assistant"
@@ -50,13 +51,21 @@ CUSTOM_INPUT = "input"
 """Argument of the function that stands for a custom tool."""
 
 
-def messages_of(given: str | Sequence[Mapping[str, Any]], *, param: str = "input") -> list[dict[str, Any]]:
-    """Return items as messages. Raises InvalidRequest that names `param` and the item's position."""
+def messages_of(
+    given: str | Sequence[Mapping[str, Any]], *, param: str = "input", takes_compaction: bool = False
+) -> list[dict[str, Any]]:
+    """Return items as messages. Raises InvalidRequest that names `param` and the item's position.
+
+    `takes_compaction`: a compaction item becomes a message that has only its content, under COMPACTION.
+    """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(given):
         try:
+            if takes_compaction and item.get("type") == COMPACTION:
+                messages.append({"role": "user", COMPACTION: _word(item, "encrypted_content")})
+                continue
             _add(messages, item, f"{param}[{index}]")
         except (AttributeError, KeyError, TypeError) as exc:
             told = "an item of a context must be text, a call or a call's result, with the fields of its type"

@@ -8,6 +8,7 @@ The id of a response names a context and the generation that it committed, so co
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ from contextcache.errors import (
     StoreUnavailable,
 )
 from contextcache.fields import HANDLE_FIELDS, refuse_misspelt
+from contextcache.items import messages_json
 from contextcache.model import CacheSessionMetadata, SessionId, TenantId
 from contextcache.names import KEPT_PREFIX, SESSION_ID_PATTERN, SESSION_ID_RULE
 
@@ -49,6 +51,7 @@ _RESPONSE_HANDLES = HANDLE_FIELDS | RESPONSE_FIELDS
 _SHOWN = re.compile(r"[A-Za-z0-9_.-]{1,160}", re.ASCII)
 """Ids that an error may repeat."""
 _ANSWER_ID = re.compile(r"(resp|msg)_([1-9]\d{0,14})_(.{1,128})", re.ASCII)
+_COMPACTION = re.compile(r"cmp_([0-9a-f]{32})_(.{1,128})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class Continued:
     commits: bool = True
     """True: the answer is committed."""
     said: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """Fields that named it, `previous_response_id` or `conversation`, as the client wrote them."""
+    """Fields that named it, as the client wrote them: `previous_response_id`, `conversation`, or `compaction`."""
 
 
 def response_id(session_id: SessionId, generation: int) -> str:
@@ -75,6 +78,23 @@ def response_id(session_id: SessionId, generation: int) -> str:
 def message_id(session_id: SessionId, generation: int) -> str:
     """Return the id of the Anthropic message that committed this generation."""
     return f"msg_{generation}_{session_id}"
+
+
+def compaction_content(session_id: SessionId, summary: Mapping[str, Any]) -> str:
+    """Return the content of the compaction item that stands for `summary`, a message of this context."""
+    return f"cmp_{summary_digest(summary)}_{session_id}"
+
+
+def compaction_named(content: str) -> tuple[SessionId, str] | None:
+    """Return the context and the digest of the summary that a compaction item names; None: it names none."""
+    found = _COMPACTION.fullmatch(content)
+    return (found[2], found[1]) if found and SESSION_ID_PATTERN.fullmatch(found[2]) else None
+
+
+def summary_digest(message: Mapping[str, Any]) -> str:
+    """Return the digest by which a compaction item names a message."""
+    said = messages_json([{"role": message["role"], "content": message.get("content")}])
+    return hashlib.blake2b(said.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def generation_named(answer_id: str) -> tuple[SessionId, int] | None:
@@ -143,6 +163,7 @@ def continued_by(
         creates = claims is not None and claims.creates_if_missing()
         return None if named is None else Continued(named, creates=creates)
     previous, said, store = map(claims.value, ("previous_response_id", "conversation", "store"))
+    compaction = claims.compaction
     if store is not None and not isinstance(store, bool):
         raise InvalidRequest("store must be true or false", param="store")
     if previous is not None and said is not None:
@@ -153,21 +174,24 @@ def continued_by(
         other, generation = _previous(previous)
     elif said is not None:
         other = _conversation(said)
+    elif compaction is not None:
+        other = _compacted(compaction)
     if named is not None and other not in (None, named):
         raise InvalidRequest(
-            "session_id names a different context than previous_response_id or conversation", param="session_id"
+            "session_id names a different context than previous_response_id, conversation or a compaction item",
+            param="session_id",
         )
     named, commits = named or other, store is not False
     if named is None:
         return Continued(None, creates=True) if store else None
     creates = generation is None and ((said is not None and commits) or claims.creates_if_missing())
-    written = {"previous_response_id": previous, "conversation": said}
+    written = {"previous_response_id": previous, "conversation": said, "compaction": compaction}
     return Continued(named, generation, creates=creates, commits=commits, said=written)
 
 
 @contextmanager
 def telling_what_is_missing(said: Mapping[str, Any]) -> Iterator[None]:
-    """Raise OpenAI's error if the response or conversation that `said` names is not found.
+    """Raise OpenAI's error if the response, conversation or compaction that `said` names is not found.
 
     Agents recover from it: they send the whole conversation again.
     """
@@ -180,6 +204,8 @@ def telling_what_is_missing(said: Mapping[str, Any]) -> Iterator[None]:
         if named is not None:
             name = named.get("id") if isinstance(named, dict) else named
             raise ContextNotFound(f"Conversation with id '{name}' not found.", param="conversation") from exc
+        if said.get("compaction") is not None:
+            raise _no_compaction(exc) from exc
         raise
 
 
@@ -187,6 +213,18 @@ def _no_response(response: str) -> PreviousResponseNotFound:
     """Return the error in OpenAI's words, because some clients match them."""
     shown = response if _SHOWN.fullmatch(response) else "…"
     return PreviousResponseNotFound(f"Previous response with id '{shown}' not found.", param="previous_response_id")
+
+
+def _no_compaction(exc: Exception | None = None) -> ContextCacheError:
+    kind, fate = (ContextExpired, "expired") if isinstance(exc, ContextExpired) else (ContextNotFound, "not found")
+    return kind(f"The compaction item in `input` is {fate}: send the conversation without it.", param="input")
+
+
+def _compacted(content: str) -> SessionId:
+    found = compaction_named(content)
+    if found is None:
+        raise _no_compaction()
+    return found[0]
 
 
 def _previous(said: Any) -> tuple[SessionId, int]:

@@ -152,14 +152,14 @@ class Conversations:
 
     async def response(self, tenant: TenantId, response: str) -> Json:
         """Return a stored response. Its tools are not stored, and its usage for as long as its receipt is."""
-        session, segments, items, generation = await self._response(tenant, response)
+        session, segments, items, generation = await self.stored_response(tenant, response)
         _, turns = await self._manager.get_with_turns(tenant, session.session_id)
         receipt = next((turn for turn in turns if turn.generation == generation), None)
         return await asyncio.to_thread(_response, response, session, segments, items, receipt)
 
     async def input_items(self, tenant: TenantId, response: str) -> list[Json]:
         """Return the items that a response was made from, oldest first: the conversation before its answer."""
-        _, segments, items, _ = await self._response(tenant, response)
+        _, segments, items, _ = await self.stored_response(tenant, response)
         return [one.item for one in items if one.segment < len(segments) - 1]
 
     async def delete_response(self, tenant: TenantId, response: str) -> None:
@@ -167,7 +167,7 @@ class Conversations:
 
         A context without anything left is deleted. Raises InvalidRequest for a response that later items follow.
         """
-        session, last, placed, _ = await self._response(tenant, response)
+        session, last, placed, _ = await self.stored_response(tenant, response)
         name = session.session_id
         record = response_record(stored_messages(last[-1])[-1])
         items_stay = bool(record.get("in_conversation")) or name.startswith(PREFIX)
@@ -186,10 +186,13 @@ class Conversations:
             if not left.num_tokens and not items_stay:
                 await self._contexts.delete(tenant, name)
 
-    async def _response(
+    async def stored_response(
         self, tenant: TenantId, response: str
     ) -> tuple[CacheSessionMetadata, Segments, list[PlacedItem], int]:
-        """Return a response's context, its transcript up to the answer, the items of that, and its generation."""
+        """Return a response's context, its transcript up to the answer, the items of that, and its generation.
+
+        Raises ContextNotFound, TooManyInFlight.
+        """
         named = generation_named(response)
         if named is None:
             raise _no_response(response)

@@ -47,6 +47,7 @@ from contextcache.names import KEPT_PREFIX, SESSION_ID_PATTERN, new_session_id
 from contextcache.requests import QUEUED_BYTES, SHARE, LargeBodies
 from contextcache.responses import Continued, Labels, response_id, telling_what_is_missing
 from contextcache.terms import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
+from gateway.compaction import Compactions
 from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id, not_found
 from gateway.conversations import Conversations
 from gateway.kept import KEEP_HEADER, Plain, allowed, group_named, group_of, parent_of
@@ -130,11 +131,12 @@ class Gateway:
         self.contexts = Contexts(parts)
         self.kept = KeptConversations(parts.holders)
         self.conversations = Conversations(parts, self.contexts)
+        self.compactions = Compactions(parts, self.contexts, self.conversations)
         settings = parts.settings
         self.kind_of: Callable[[str, str], Kind] = partial(kind_of, engine_paths=frozenset(settings.engine_paths))
         """Which call a method and a path are. Raises PathNotFound, MethodNotAllowed."""
         self._labels = Labels(parts.manager.locate, parts.clock)
-        self._large_bodies = LargeBodies()
+        self.large_bodies = LargeBodies()
         self._plain_max = Plain(settings.plain_max)
         # Without a key file, a key in a request may be for the engine.
         removed = KEY_HEADERS if settings.api_keys_file else frozenset[str]()
@@ -160,14 +162,13 @@ class Gateway:
         caller = parts.keys.caller_of(headers)
         parts.tenants.ask(caller.tenant)
         tag = tenant_tag(caller.tenant, parts.secret)
-        may_keep = path in TURN_PATHS and headers.get(KEEP_HEADER, "").strip().lower() != "off"
         admission = Admission(
             tenant=caller.tenant,
             caller=caller,
             kind=kind,
             path=path,
             headers=headers,
-            plain=allowed(caller.plain, self._plain_max) if may_keep else Plain.OFF,
+            plain=self._plain(caller, path, headers),
             query=partial(RouteQuery, subset=subset, only_turn=only_turn, light=path in TOKENIZER_PATHS, tenant=tag),
             identity=partial(
                 Identity,
@@ -181,6 +182,21 @@ class Gateway:
         elsewhere = parts.endpoints.num_reported(tag) if parts.tenants.limits[0] else 0
         with parts.tenants.request(caller.tenant, elsewhere=elsewhere):
             yield admission
+
+    def on_behalf(self, admission: Admission, path: str, headers: Mapping[str, str]) -> Admission:
+        """Return the admission of a background request that an admitted request needs. It is not counted again."""
+        return replace(
+            admission,
+            kind=self.kind_of("POST", path),
+            path=path,
+            headers=headers,
+            plain=self._plain(admission.caller, path, headers),
+            identity=partial(admission.identity, background=True),
+        )
+
+    def _plain(self, caller: Caller, path: str, headers: Mapping[str, str]) -> Plain:
+        may_keep = path in TURN_PATHS and headers.get(KEEP_HEADER, "").strip().lower() != "off"
+        return allowed(caller.plain, self._plain_max) if may_keep else Plain.OFF
 
     async def route_by_head(self, admission: Admission, *, has_body: bool) -> Forward | None:
         """Route a request by its head, if that names a turn or there is no body to read.
@@ -207,16 +223,16 @@ class Gateway:
         """
         strict = partial(read_strict_claims, path=admission.path)
         if admission.kind is Kind.CREATE:
-            return await self._create(admission, await self._large_bodies.read(strict, body), None)
+            return await self._create(admission, await self.large_bodies.read(strict, body), None)
         claims = None
         if body and not is_opaque(admission.headers.get("content-type", "")):
-            claims = await self._large_bodies.read(partial(read_claims, path=admission.path), body)
+            claims = await self.large_bodies.read(partial(read_claims, path=admission.path), body)
         if admission.kind is Kind.COMPLETION:
             header = admission.headers.get(SESSION_HEADER)
             asked = await self._labels.continued_by(admission.tenant, admission.path, claims, header)
             if asked is not None:
                 if claims is None:  # a request of a context must be JSON
-                    claims = await self._large_bodies.read(strict, body)
+                    claims = await self.large_bodies.read(strict, body)
                 with telling_what_is_missing(asked.said):
                     return await self._continued(admission, claims, asked)
         else:

@@ -36,6 +36,9 @@ OBJECT_PATHS = {
     f"{RESPONSES_PATH}/resp_{_ID}/input_items": "GET",
 }
 """Methods of OpenAI's stored objects, by the regular expression of their path."""
+COMPACTION_PATHS = (f"{CONTEXT_PATH}/{_ID}/compact", f"{RESPONSES_PATH}/compact")
+"""Regular expressions of the calls that compact. Pods work for them, so they take as long as turns."""
+OBJECT_PATHS |= dict.fromkeys(COMPACTION_PATHS, "POST")
 CONTEXT_CHANGES = ("fork", "rewind")
 """Changes of one context, the last segment of the path."""
 CONSOLE_PATH = "/console"

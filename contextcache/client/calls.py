@@ -89,6 +89,12 @@ def fork(session_id: str, fields: Mapping[str, Any]) -> Call[ContextInfo]:
     return Call("POST", f"{_path(session_id)}/fork", _info, body=body, repeatable=False)
 
 
+def compact(session_id: str, fields: Mapping[str, Any]) -> Call[ContextInfo]:
+    """Compact a context. Not repeatable: a second attempt could make a second context."""
+    body = {key: value for key, value in fields.items() if value is not None}
+    return Call("POST", f"{_path(session_id)}/compact", _info, body=body, repeatable=False)
+
+
 def rewind(session_id: str, generation: int, if_match: int | None) -> Call[ContextInfo]:
     """Rewind a context to a generation. Not repeatable: a turn may have run since the first attempt."""
     headers = {} if if_match is None else {"if-match": str(if_match)}

@@ -53,6 +53,17 @@ class Changes(Terms, total=False):
     """Minimum lifetimes of the KV; `raw["hints"]` of the context has the answers."""
 
 
+class CompactFields(Terms, total=False):
+    """Options of a compaction."""
+
+    instructions: str
+    """Further instructions for the summary."""
+    max_tokens: int
+    """Length limit of the summary."""
+    tools: Sequence[Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any]
+
+
 class CreateFields(TurnFields, Terms, total=False):
     """Options of a create, beside those of a turn."""
 

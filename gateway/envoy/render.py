@@ -27,7 +27,15 @@ from gateway.envoy.keys import watched_keys
 from gateway.envoy.messages import ENGINES_METADATA
 from gateway.envoy.settings import EnvoySettings, split_address
 from gateway.flows import ROUTING_HEADERS
-from gateway.paths import CONSOLE_PATH, CONTEXT_CHANGES, CONTEXT_PATH, ENGINE_CALLS, OBJECT_PATHS, READ_PATHS
+from gateway.paths import (
+    COMPACTION_PATHS,
+    CONSOLE_PATH,
+    CONTEXT_CHANGES,
+    CONTEXT_PATH,
+    ENGINE_CALLS,
+    OBJECT_PATHS,
+    READ_PATHS,
+)
 from gateway.tenants.keys import KEY_HEADERS
 
 BOOTSTRAP = "envoy.json"
@@ -102,7 +110,8 @@ def _context(settings: EnvoySettings) -> dict[str, Any]:
         "control_paths": _with_slashes((CONTEXT_PATH, *sorted(READ_PATHS))),
         "public_paths": _with_slashes(FRONT_PATHS),
         "context_changes": CONTEXT_CHANGES,
-        "object_paths": OBJECT_PATHS,
+        "object_paths": [path for path in OBJECT_PATHS if path not in COMPACTION_PATHS],
+        "compaction_paths": COMPACTION_PATHS,
         "errors": ERRORS_BY_CODE,
     }
 

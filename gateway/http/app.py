@@ -7,11 +7,14 @@ A carried request bypasses FastAPI's middleware and router, which would cost 8 u
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from opentelemetry.trace import SpanKind, get_current_span
@@ -21,8 +24,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
-from contextcache.errors import ContextCacheError, InvalidRequest, NoReadyEndpoint, PathNotFound
+from contextcache.errors import ContextCacheError, EngineFailed, InvalidRequest, NoReadyEndpoint, PathNotFound
+from contextcache.model import SessionId
 from contextcache.wire.tracing import TRACEPARENT, fail
+from gateway.compaction import Json
 from gateway.console.pages import console_router
 from gateway.flows import REQUEST_ID_HEADER, Admission, Forward, Gateway
 from gateway.fronts import (
@@ -40,14 +45,18 @@ from gateway.fronts import (
 )
 from gateway.http import openapi, routes
 from gateway.http.carrier import Broken, Carrier, ConnectFailed, ConnectTimedOut
-from gateway.http.exchange import Exchange
-from gateway.paths import Kind, own_path
+from gateway.http.exchange import BackgroundExchange, Exchange
+from gateway.kept import PARENT_HEADERS
+from gateway.paths import COMPACTION_PATHS, Kind, own_path
 from gateway.tenants.limits import HeldBody
 
 log = logging.getLogger(__name__)
 
 _CONTROL_BYTES_MAX = 1 << 20
 """Largest body of a control call, in bytes: one that is parsed in a few milliseconds."""
+_COMPACTION_BYTES_MAX = 8 << 20
+"""Largest body of a compaction, in bytes: twice the text of a window of a million tokens."""
+_COMPACTION = re.compile("|".join(COMPACTION_PATHS))
 _CONTROL_BODY_S = 5.0
 """Deadline in seconds for the next byte of a control call's body. The whole body has it plus 1 s for each 32 KiB."""
 _LATE_CONNECTS_MAX = 3
@@ -70,6 +79,9 @@ class HttpFront(FastAPI):
             parts.limits,
             max_body_bytes=min(parts.limits.max_body_bytes, _CONTROL_BYTES_MAX),
             body_timeout_s=min(parts.limits.body_timeout_s, _CONTROL_BODY_S),
+        )
+        self._compaction_limits = replace(
+            parts.limits, max_body_bytes=min(parts.limits.max_body_bytes, _COMPACTION_BYTES_MAX)
         )
         self._cors = _Cors(self._serve, parts.settings.cors_origins)
         openapi.document()  # read now: a missing file stops the start, and no request waits for the parser
@@ -130,12 +142,34 @@ class HttpFront(FastAPI):
 
     async def _control(self, admission: Admission, exchange: Exchange) -> None:
         """Let a route answer, with the request's body in memory."""
-        with HeldBody(self.parts.tenants, admission.tenant, self._control_limits) as held:
+        limits = self._compaction_limits if _COMPACTION.fullmatch(exchange.path) else self._control_limits
+        with HeldBody(self.parts.tenants, admission.tenant, limits) as held:
             body = b""
             if exchange.method in {"PATCH", "POST"}:
                 body = await exchange.read_body(held)
-            exchange.scope["state"] = {"admission": admission, "request_id": exchange.request_id, "body": body}
+            exchange.scope["state"] = {
+                "admission": admission,
+                "request_id": exchange.request_id,
+                "body": body,
+                "ask": partial(self._ask, admission, exchange),
+            }
             await super().__call__(exchange.scope, exchange.receive, exchange.send)
+
+    async def _ask(self, admission: Admission, exchange: Exchange, path: str, fields: Json, parent: SessionId) -> Json:
+        """Carry a background request of a control call to a pod, and return its answer.
+
+        It has the headers of the client that no field of `fields` replaces. Raises the pod's error as ours.
+        """
+        inner = BackgroundExchange(exchange, path, {PARENT_HEADERS[0]: parent} if parent else {})
+        body = msgspec.json.encode(fields)
+        try:
+            forward = await self.gateway.route(self.gateway.on_behalf(admission, path, inner.headers), body)
+            await self._carry_to_any(forward, body, inner)
+        except Broken as exc:
+            raise EngineFailed(exc.message) from exc
+        except ClientGone as exc:
+            raise InvalidRequest("the client closed the connection before the answer") from exc
+        return inner.answer()
 
     async def _carry(self, admission: Admission, exchange: Exchange) -> None:
         """Read the body, choose the pod and carry the request to it."""

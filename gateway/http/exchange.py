@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from typing import Any
 
+import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from contextcache.errors import BodyTooLarge, NoReadyEndpoint, TooManyInFlight, UploadTooSlow
+from contextcache.claim import SESSION_HEADER
+from contextcache.errors import BodyTooLarge, EngineFailed, NoReadyEndpoint, TooManyInFlight, UploadTooSlow, error_of
 from contextcache.requests import joined_headers
+from contextcache.terms import IDEMPOTENCY_HEADER
 from gateway.flows import REQUEST_ID_HEADER
 from gateway.fronts import ClientGone, ErrorAnswer, FrontRequest, header_text
 from gateway.tenants.limits import HeldBody
+
+_ANSWER_BYTES_MAX = 16 << 20
+"""Largest answer of a background request, in bytes. A summary has a thousandth of it."""
+_OF_CLIENT_ALONE = frozenset(
+    {SESSION_HEADER, IDEMPOTENCY_HEADER, "if-match", "x-usage-format", "x-keep-alive-comments", "accept-encoding"}
+    | {"content-type", "content-length", "content-encoding", "transfer-encoding"}
+)
+"""Headers of a client's request that a background request for it does not have."""
 
 
 class Exchange(FrontRequest):
@@ -91,3 +103,36 @@ class Exchange(FrontRequest):
         headers = [(name.encode(), value.encode()) for name, value in answer.headers]
         await self.start(answer.status, [*headers, (b"content-length", str(len(answer.body)).encode())])
         await self.send({"type": "http.response.body", "body": answer.body})
+
+
+class BackgroundExchange(Exchange):
+    """A request that the gateway sends for a client's, and its answer in memory. It ends when the client leaves."""
+
+    def __init__(self, client: Exchange, path: str, headers: Mapping[str, str]) -> None:
+        """`headers` replace the client's."""
+        self._body = bytearray()
+        self._retry_after = ""
+        ours = {"content-type": "application/json", **headers}
+        kept = [pair for pair in client.raw_headers if pair[0] not in {*_OF_CLIENT_ALONE, *ours}]
+        pairs = [(name.encode(), text.encode()) for name, text in (*kept, *ours.items())]
+        scope = {"path": path, "raw_path": path.encode(), "query_string": b"", "headers": pairs}
+        super().__init__({**client.scope, **scope}, client.receive, self._keep)
+
+    async def _keep(self, message: Message) -> None:
+        for name, value in message.get("headers", ()):
+            if name == b"retry-after":
+                self._retry_after = value.decode("latin-1")
+        self._body += message.get("body", b"")
+        if len(self._body) > _ANSWER_BYTES_MAX:
+            raise EngineFailed("the engine's answer has no end")
+
+    def answer(self) -> dict[str, Any]:
+        """Return the answer. Raises the error that it is."""
+        try:
+            told = msgspec.json.decode(self._body, type=dict[str, Any])
+        except msgspec.DecodeError as exc:
+            raise EngineFailed("the pod's answer is not valid") from exc
+        if self.status != 200:  # OK
+            after_s = int(self._retry_after[:4]) if self._retry_after.isdecimal() else None
+            raise error_of(self.status or 0, told, retry_after_s=after_s)
+        return told

@@ -21,6 +21,7 @@ from contextcache.hints import Hints, read_hints
 from contextcache.model import MAX_LIST_LIMIT
 from contextcache.names import KEPT_PREFIX, check_generation
 from contextcache.terms import read_generation, read_if_match, read_session_id, read_terms
+from gateway.compaction import Ask
 from gateway.contexts import NewFork
 from gateway.flows import Admission, Gateway
 from gateway.http.answers import (
@@ -58,6 +59,7 @@ class ControlCall:
         admission: Admission = request.state.admission
         self.gateway: Gateway = request.app.gateway
         self.tenant, self.caller = admission.tenant, admission.caller
+        self.ask: Ask = request.state.ask
 
     def check_operator(self, refusal: str) -> None:
         """Raise OperatorOnly with `refusal` unless the key is an operator's."""
@@ -78,7 +80,7 @@ async def _fields(request: Request) -> Json:
     names, is_required = body_fields(request.scope["route"].name)
     if not request.state.body and not is_required:
         return {}
-    fields = read_object(request.state.body)
+    fields: Json = await request.app.gateway.large_bodies.read(read_object, request.state.body)
     refuse_unknown(fields, names)
     return fields
 
@@ -156,6 +158,18 @@ async def rewind_context(
     generation, expected = check_generation(read_generation(said)), read_if_match(if_match)
     rewound = call.gateway.contexts.rewind(call.tenant, session_id, generation=generation, expected_generation=expected)
     return context_object(*await rewound)
+
+
+@contexts.post("/v1/context/{session_id}/compact", status_code=201)
+async def compact_context(call: Asked, session_id: str, said: Fields) -> Json:
+    """Create a short context that continues this one."""
+    return context_object(*await call.gateway.compactions.compact(call.tenant, session_id, said, call.ask))
+
+
+@contexts.post("/v1/responses/compact")
+async def compact_response(call: Asked, said: Fields) -> Json:
+    """Compact a stored response, or the input, in OpenAI's format."""
+    return await call.gateway.compactions.compact_response(call.tenant, said, call.ask)
 
 
 @contexts.post("/v1/conversations")

@@ -241,12 +241,16 @@ async def test_the_responses_of_the_guide_are_one_conversation(url, engine):
 
 @pytest.mark.timeout(120)
 async def test_the_programs_of_the_guide_to_conversations_run(url, engine):
-    first, agents = blocks("python", pages=["docs/guides/conversations.md"])
+    first, compaction, agents = blocks("python", pages=["docs/guides/conversations.md"])
     told = await printed([sys.executable, "-c"], f"{CLIENT}{first.text}\nprint({KEY!r})  # test-key-1234567890", url)
+    after = await printed(
+        [sys.executable, "-W", "ignore", "-c"], f"{CLIENT}{compaction.text}\nprint({KEY!r})  # test-key-1234567890", url
+    )
     by_agents = await printed([sys.executable, "-c"], agents.text, url)
 
     assert "My name is Ada." in decode(engine.generations()[0]["kv_transfer_params"]["prompt_token_ids"])
     assert told.count(" message\n") == 3
+    assert after.count("The Loire.") == 1
     assert told.count("The Loire.") == by_agents.count("The Loire.") == 1
     assert by_agents.splitlines()[-1] == "2"
 

@@ -189,6 +189,7 @@ _ATTACKS: dict[str, tuple[str, str, int, dict[str, Any] | None]] = {
     "put": ("PUT", "/v1/context/{id}", 405, {}),
     "post": ("POST", "/v1/context/{id}", 405, {}),
     "fork": ("POST", "/v1/context/{id}/fork", 404, {"generation": 1}),
+    "compact": ("POST", "/v1/context/{id}/compact", 404, {}),
     "rewind": ("POST", "/v1/context/{id}/rewind", 404, {"generation": 1}),
     "read a rewind": ("GET", "/v1/context/{id}/rewind", 405, None),
     "read a fork": ("GET", "/v1/context/{id}/fork", 405, None),

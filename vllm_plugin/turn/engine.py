@@ -94,6 +94,12 @@ class Engine:
         answer = await self.ask("/detokenize", {"model": model, "tokens": list(token_ids)})
         return str(answer["prompt"])
 
+    async def prefill(self, model: str, token_ids: Sequence[int], salt: str) -> int:
+        """Compute a prompt into the engine's prefix cache; return how many tokens that had. Raises as `ask`."""
+        body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "cache_salt": salt}
+        usage = (await self.ask("/v1/completions", body)).get("usage") or {}
+        return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
     async def generate(self, path: str, body: dict[str, Any] | bytes, receive: Receive, send: Send) -> None:
         """Run one completion; the answer goes to `send` as ASGI messages, `receive` reports the client's leaving."""
         raw = body if isinstance(body, bytes) else _encode(body)

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVStore
 from vllm_plugin.turn.prompt.comparing import compare
 from vllm_plugin.turn.prompt.composition import compose_first, compose_turn
-from vllm_plugin.turn.prompt.matching import match, under_instructions
+from vllm_plugin.turn.prompt.matching import match, under_instructions, with_summary
 from vllm_plugin.turn.prompt.request import TurnRequest, with_new_messages
 from vllm_plugin.turn.prompt.transcript import Transcript
 from vllm_plugin.turn.resuming import Resuming
@@ -82,6 +82,10 @@ _GIVING_BACK_S = 0.2
 second."""
 _SERVED_MAX = 10_000
 """Names remembered, some 200 bytes each."""
+_PIECE_TOKENS = 256
+"""Tokens of a prompt that the engine computes at once in the background: a small part of its step."""
+_PIECES_MAX = 32
+"""Pieces of one prompt: each one is a request to the engine."""
 _BACKGROUND_CALLS_MAX = 1024
 """Two for each turn that is cut when a gateway with 500 of them dies."""
 
@@ -175,6 +179,8 @@ class TurnStory:
             with child_span("turn compose"):
                 turn.prompt = await compose_first(client.engine, request)
             await self._compare(turn, Transcript())
+            if client.identity.background:
+                await self._compute_in_pieces(turn)
             await self._run(turn)
 
     async def continue_turn(self, client: Client, request: TurnRequest, session_id: SessionId) -> None:
@@ -203,6 +209,7 @@ class TurnStory:
                 raise ModelMismatch(f"the context belongs to model {session.model_id}", param="model")
             transcript = Transcript(segments)
             self._read_ahead(session, transcript)
+            request = with_summary(request, transcript)
             mode = request.context_mode or identity.context_mode or ContextMode.AUTO
             has_ids = bool(request.item_ids) and not request.item_ids.isdisjoint(transcript.item_ids)
             if request.instructions is not None:
@@ -304,6 +311,23 @@ class TurnStory:
         finally:
             for left in turn.left_refs:
                 self.background.start(self.kv.interrupt(turn.session.tenant, left))
+
+    async def _compute_in_pieces(self, turn: Turn) -> None:
+        """Have the engine compute most of a new prompt, so that other requests wait for one piece at most.
+
+        Rests as long as each piece took. The turn itself computes the rest, or all of it if a piece failed or the
+        engine's prefix cache did not keep the pieces.
+        """
+        ids, (_, salt) = turn.prompt.token_ids, self._kv_order(turn, turn.prompt.token_ids)
+        size = max(_PIECE_TOKENS, -(-len(ids) // _PIECES_MAX))
+        loop = asyncio.get_running_loop()
+        with suppress(ContextCacheError):
+            for end in range(size, len(ids), size):
+                begun_s = loop.time()
+                cached = await turn.client.engine.prefill(turn.request.model, ids[:end], salt)
+                if 2 * cached < end - size:
+                    return
+                await asyncio.sleep(loop.time() - begun_s)
 
     def _read_ahead(self, session: CacheSessionMetadata, transcript: Transcript) -> None:
         """Have the sidecar begin to read KV before the engine asks, unless this process has served the context lately.

@@ -22,6 +22,7 @@ from contextcache.client.proxies import connection_options, proxy_of
 from contextcache.client.retries import Place, Retries, named
 from contextcache.client.types import (
     Changes,
+    CompactFields,
     ContextInfo,
     CreateFields,
     KeptInfo,
@@ -161,6 +162,22 @@ class AsyncContexts:
         """Return a new context with the turns of another, up to a generation. `name`: its `session_id`."""
         fields = {"generation": generation, "session_id": name, "ttl": ttl, "ttl_policy": ttl_policy}
         return self._context(await self._transport.send(calls.fork(session_id, fields)))
+
+    async def compact(
+        self,
+        session_id: str,
+        *,
+        messages: Sequence[Message] | None = None,
+        prompt: Prompt | None = None,
+        name: str | None = None,
+        **fields: Unpack[CompactFields],
+    ) -> AsyncContext:
+        """Return a short context that continues another: with these messages or text, or a summary by the model.
+
+        `name`: its `session_id`.
+        """
+        said = {"messages": messages, "prompt": prompt, "session_id": name, **fields}
+        return self._context(await self._transport.send(calls.compact(session_id, said)))
 
     async def rewind(self, session_id: str, generation: int, *, if_match: int | None = None) -> ContextInfo:
         """Rewind a context to a generation. Raises GenerationGone."""

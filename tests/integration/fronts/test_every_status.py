@@ -32,6 +32,8 @@ FORK, REWIND = f"{ONE}/fork", f"{ONE}/rewind"
 TALKS, TALK = "/v1/conversations", "/v1/conversations/{conversation_id}"
 ITEMS = f"{TALK}/items"
 CHANGES = {CREATE: {"model": MODEL, "prompt": "Hi"}, ONE: {"ttl": 600}, FORK: {}, REWIND: {"generation": 1}}
+COMPACT, COMPACT_RESPONSE = f"{ONE}/compact", "/v1/responses/compact"
+CHANGES |= {COMPACT: {"prompt": "Short."}, COMPACT_RESPONSE: {"model": MODEL, "input": "Hi"}}
 CHANGES |= {TALKS: {}, TALK: {"metadata": {}}, ITEMS: {"items": [{"role": "user", "content": "Hi"}]}}
 TURNS = {
     "/v1/completions": {"model": MODEL, "prompt": " more"},
@@ -40,7 +42,7 @@ TURNS = {
     "/v1/responses": {"model": MODEL, "input": "Hi"},
 }
 WRONG = {CREATE: {"prompt": 5}, ONE: {"colour": 1}, FORK: {"generation": "x"}, REWIND: {"generation": 0}}
-WRONG |= {path: {"colour": 1} for path in (TALKS, TALK, ITEMS)}
+WRONG |= {path: {"colour": 1} for path in (TALKS, TALK, ITEMS, COMPACT, COMPACT_RESPONSE)}
 CODES = (
     "invalid_request", "model_mismatch", "ttl_out_of_range", "context_length_exceeded", "invalid_api_key",
     "context_not_found", "context_exists", "context_busy", "generation_mismatch", "generation_gone", "context_expired",
@@ -48,7 +50,11 @@ CODES = (
 )  # fmt: skip
 RACES = {(path, "context_exists") for path in TURNS} | {(CREATE, code) for code in ("context_busy", "context_expired")}
 RACES |= {("/v1/responses/{response_id}", "context_busy"), (ITEMS, "context_quota_exceeded")}
-"""Of two that create one context at once, and of creates that come again: test_changes.py and test_repeats.py."""
+RACES |= {
+    (COMPACT_RESPONSE, code) for code in ("context_not_found", "context_busy", "context_expired", "model_mismatch")
+}
+"""Of two that create one context at once, and of creates that come again: test_changes.py and test_repeats.py. Of a
+compaction's context: test_compaction.py."""
 
 
 @pytest.fixture

@@ -288,7 +288,9 @@ def test_what_cannot_help_is_not_repeated_and_what_can_only_so_often(waits, answ
     assert len(server.requests) == times
 
 
-@pytest.mark.parametrize(("change", "said"), [("fork", {}), ("rewind", {"generation": 3, "if_match": 7})])
+@pytest.mark.parametrize(
+    ("change", "said"), [("compact", {}), ("fork", {}), ("rewind", {"generation": 3, "if_match": 7})]
+)
 def test_what_may_not_happen_twice_is_not_sent_again_when_nobody_knows_what_became_of_it(waits, change, said):
     """Seen failing: a rewind sent again was refused by the generation that it had made, or took a turn of another's."""
     lost, refused = Server(httpx.ReadTimeout("slow")), Server((503, error("no_ready_endpoint")), (201, INFO))

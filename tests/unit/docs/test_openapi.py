@@ -14,6 +14,7 @@ from contextcache.claim import TURN_PATHS
 from contextcache.client.errors import BY_CODE
 from contextcache.client.types import (
     Changes,
+    CompactFields,
     ContextInfo,
     ContextUsage,
     CreateFields,
@@ -107,6 +108,7 @@ def test_the_client_has_the_fields_of_a_request(document):
     )
 
     assert Changes.__annotations__.keys() == patch
+    assert {*CompactFields.__annotations__, "messages", "prompt", "session_id"} == body_fields("compact_context")[0]
     assert OUR_FIELDS & create <= CreateFields.__annotations__.keys()
     assert OUR_FIELDS & turn - {"context_create"} <= CreateFields.__annotations__.keys()
 

@@ -31,6 +31,8 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
         ("PATCH", "/v1/context/ctx_1", Kind.CONTROL),
         ("POST", "/v1/context/ctx_1/rewind", Kind.CONTROL),
         ("POST", "/v1/context/ctx_1/fork", Kind.CONTROL),
+        ("POST", "/v1/context/ctx_1/compact", Kind.CONTROL),
+        ("POST", "/v1/responses/compact/", Kind.CONTROL),
         ("POST", "/v1/completions", Kind.COMPLETION),
         ("POST", "/v1/chat/completions", Kind.COMPLETION),
         ("GET", "/v1/models", Kind.STATELESS),

@@ -20,8 +20,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from contextcache.errors import HistoryAmbiguous
+from contextcache.errors import HistoryAmbiguous, InvalidRequest
+from contextcache.input_items import COMPACTION
 from contextcache.model import ContextMode, SegmentKind
+from contextcache.responses import compaction_named, summary_digest
 from vllm_plugin.turn.prompt.meaning import ASSISTANT, SYSTEM, Meaning, meanings, rendering
 from vllm_plugin.turn.prompt.request import ClientPrompt, TurnRequest, with_new_messages
 from vllm_plugin.turn.prompt.transcript import Transcript, common_prefix, whole_segments
@@ -146,6 +148,29 @@ def under_instructions(
     else:
         whole = (*system, *rest, *(new[at] for at in added))
     return replace(request, prompt=replace(request.prompt, messages=whole), context_mode=ContextMode.REPLAY)
+
+
+def with_summary(request: TurnRequest, transcript: Transcript) -> TurnRequest:
+    """Put the summary that a compaction item names, a message of the transcript, in the place of the item.
+
+    The messages then are the whole conversation: the context answers exactly them. Raises InvalidRequest if the
+    transcript does not have the summary.
+    """
+    sent = request.prompt.messages or ()
+    if not any(COMPACTION in message for message in sent):
+        return request
+    known = {summary_digest(message): message for message in transcript.messages}
+    whole: list[dict[str, Any]] = []
+    for message in sent:
+        named = compaction_named(message[COMPACTION]) if COMPACTION in message else None
+        if COMPACTION not in message:
+            whole.append(message)
+        elif named is not None and named[1] in known:
+            whole.append(known[named[1]])
+        else:
+            told = "the context does not have the summary of a compaction item: send the conversation without the item"
+            raise InvalidRequest(told, param="messages")
+    return replace(request, prompt=ClientPrompt(messages=tuple(whole)), context_mode=ContextMode.REPLAY)
 
 
 def _match_messages(

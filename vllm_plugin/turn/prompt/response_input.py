@@ -138,7 +138,7 @@ def chat_fields(body: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequest(f"tools may have at most {TOOLS_MAX} items", param="tools")
     wants_logprobs = LOGPROBS in (asked.include or ())
     fields = {key: body[key] for key in _PASSED & body.keys()} | {
-        "messages": messages_of(asked.input),
+        "messages": messages_of(asked.input, takes_compaction=True),
         "tools": tools or None,
         "tool_choice": _tool_choice(asked.tool_choice, tools, ToolNames(body.get("tools") or ())),
         "max_completion_tokens": asked.max_output_tokens,

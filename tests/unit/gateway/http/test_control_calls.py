@@ -277,9 +277,10 @@ async def test_the_openapi_document_has_every_call(client):
     assert calls == {
         *((method, "/v1/context") for method in ("get", "post")),
         *((method, "/v1/context/{session_id}") for method in ("get", "patch", "delete")),
-        *(("post", f"/v1/context/{{session_id}}/{change}") for change in ("fork", "rewind")),
+        *(("post", f"/v1/context/{{session_id}}/{change}") for change in ("compact", "fork", "rewind")),
         *(("post", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")),
         *(("get", path) for path in ("/v1/usage", "/v1/deployment", "/v1/models/{model}")),
+        ("post", "/v1/responses/compact"),
         ("post", "/v1/conversations"),
         *((method, "/v1/conversations/{conversation_id}") for method in ("get", "post", "delete")),
         *((method, "/v1/conversations/{conversation_id}/items") for method in ("get", "post")),

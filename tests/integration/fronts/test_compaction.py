@@ -1,0 +1,241 @@
+"""Compaction of contexts and of OpenAI's responses, with OpenAI's own client, through either front."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from openai.types.responses import CompactedResponse
+
+from contextcache.identity import verify_kv_transfer
+from tests.kit.fake_vllm import FakeVllm
+from tests.kit.fronts import code_of, envoy_too, only_http
+from tests.kit.gateway_parts import KEY, OTHER_KEY, SECRET
+from tests.kit.turn_pod import MODEL, running_turn_pod
+
+pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+"""OpenAI's client has no type of its own for a user's message in an output."""
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where is Oslo? " + "It is a city. " * 40},
+]
+SUMMARY = "Oslo lies in Norway."
+
+
+def answer(ids):
+    return SUMMARY if "Summarise" in "".join(map(chr, ids)) else "Hm."
+
+
+@pytest.fixture
+async def pod(tmp_path, manager):
+    async with running_turn_pod(tmp_path, manager_port=manager.port, engine=FakeVllm(answer=answer)) as pod:
+        yield pod
+
+
+@pytest.fixture
+async def front(open_front, pod, manager):
+    async with open_front({"pod-a": pod}, manager_port=manager.port) as front:
+        yield front
+
+
+@pytest.fixture
+async def client(front):
+    async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+async def sent(front, path, body, *, status=200, key=KEY):
+    async with front.post(path, body, headers={"authorization": f"Bearer {key}"}) as answer:
+        assert answer.status == status, await answer.read()
+        return await answer.json()
+
+
+async def contexts(front):
+    async with front.get("/v1/context") as answer:
+        return (await answer.json())["data"]
+
+
+def turns(pod):
+    """Return the bodies of the engine's requests that are turns, with their prompts and orders."""
+    bodies = [body for body in pod.engine.generations() if "kv_transfer_params" in body]
+    orders = [verify_kv_transfer(body["kv_transfer_params"]["context_cache"], SECRET) for body in bodies]
+    prompts = [body["kv_transfer_params"].get("prompt_token_ids") or body["prompt"] for body in bodies]
+    return [("".join(map(chr, ids)), order) for ids, order in zip(prompts, orders, strict=True)]
+
+
+async def test_a_context_is_compacted_by_the_model_and_stays_as_it_is(front, pod):
+    await sent(front, "/v1/context", {"model": MODEL, "messages": CHAT, "session_id": "old", "ttl": 900})
+    made = await sent(
+        front, "/v1/context/old/compact", {"session_id": "new", "instructions": "In English."}, status=201
+    )
+    async with front.get("/v1/context/old") as answer:
+        old = await answer.json()
+    said = {"model": MODEL, "session_id": "new", "messages": [{"role": "user", "content": "And Rome?"}]}
+    await sent(front, "/v1/chat/completions", said)
+
+    first, summary, created, turn = turns(pod)
+    assert (made["session_id"], made["parent"], made["ttl"], made["generation"]) == ("new", "old", 900, 1)
+    assert old["generation"] == 1
+    assert summary[0].startswith(first[0])
+    assert "In English." in summary[0]
+    assert summary[1].save is None
+    assert "It is a city." not in created[0]
+    assert created[0].startswith("<system>Be brief.")
+    assert SUMMARY in created[0]
+    assert created[1].load == (first[1].save,)
+    assert turn[0].startswith(created[0].removesuffix("<assistant>"))
+    assert turn[1].load == (created[1].save,)
+
+
+@envoy_too
+@pytest.mark.parametrize("given", [{"messages": [{"role": "user", "content": "Oslo."}]}, {"prompt": "Oslo."}])
+async def test_a_client_gives_its_own_compacted_conversation(front, pod, given):
+    await sent(front, "/v1/context", {"model": MODEL, "messages": CHAT, "session_id": "old"})
+    made = await sent(front, "/v1/context/old/compact", {**given, "metadata": {"a": "b"}}, status=201)
+
+    (_, created) = turns(pod)
+    assert "Oslo." in created[0]
+    assert (made["parent"], made["metadata"]) == ("old", {"a": "b"})
+
+
+@only_http
+async def test_the_prompt_is_computed_in_pieces_while_the_engine_keeps_them(front, pod):
+    """Seen failing: without the pieces, the engine got one request for the whole prompt."""
+    text = "".join(chr(97 + at % 26) for at in range(900))
+    await sent(front, "/v1/context", {"model": MODEL, "prompt": "x", "session_id": "old"})
+    sizes = []
+    for cached in (900, 0):
+        pod.engine.requests.clear()
+        pod.engine.cached_tokens = cached
+        await sent(front, "/v1/context/old/compact", {"prompt": text}, status=201)
+        sizes.append([len(body["prompt"]) for body in pod.engine.generations()])
+        assert {body["cache_salt"] for body in pod.engine.generations()} == {pod.engine.generations()[-1]["cache_salt"]}
+
+    assert sizes == [[256, 512, 768, 900], [256, 512, 900]]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_openais_client_compacts_and_continues_from_the_output(front, client, pod, stored):
+    """Seen failing: an item that named a generation was not found once a turn had rewritten that."""
+    more = {"instructions": "Be brief.", "tools": [{"type": "function", "name": "find", "parameters": {}}]}
+    asks = [{"role": "user", "content": text} for text in ("Where is Oslo?", "Where is Rome?")]
+    if stored:
+        first = await client.responses.create(model=MODEL, input=asks[0]["content"], store=True, **more)
+        last = await client.responses.create(
+            model=MODEL, input=asks[1]["content"], previous_response_id=first.id, **more
+        )
+        compacted = await client.responses.compact(
+            model=MODEL, previous_response_id=last.id, extra_body={"tools": more["tools"]}
+        )
+    else:
+        given = [asks[0], {"role": "assistant", "content": "Hm."}, asks[1]]
+        compacted = await client.responses.compact(
+            model=MODEL, input=given, instructions=more["instructions"], extra_body={"tools": more["tools"]}
+        )
+    assert isinstance(compacted, CompactedResponse)
+    created = turns(pod)[-1]
+    new = {"role": "user", "content": "And Paris?"}
+    answers = [
+        await client.responses.create(model=MODEL, input=[*compacted.output, new], **more, **how)
+        for how in ({}, {"store": False}, {})
+    ]
+    later = turns(pod)[-3:]
+
+    *users, item = compacted.output
+    assert [(one.role, one.content[0].text) for one in users] == [("user", one["content"]) for one in asks]
+    assert item.type == "compaction"
+    assert compacted.usage.total_tokens > compacted.usage.output_tokens == len(SUMMARY) + 1
+    assert SUMMARY in created[0]
+    for prompt, order in later:
+        assert prompt.startswith(created[0].removesuffix("<assistant>"))
+        assert prompt.count(SUMMARY) == prompt.count("Oslo?") == 1
+        assert order.load
+    assert later[0][1].load == (created[1].save,)
+    known = [one.usage.model_extra["context"]["context_tokens"] for one in answers]
+    assert known[0] == len(created[0]) - 10
+    assert known[0] < known[1] == known[2]
+    assert [one["parent"] is not None for one in await contexts(front)] == ([True, False] if stored else [False])
+
+
+@only_http
+async def test_messages_before_the_compaction_item_count_as_the_client_sends_them(client, pod):
+    """Seen failing: as an append to the compacted context, the edited message came beside the first one."""
+    compacted = await client.responses.compact(model=MODEL, input="Where is Oslo?")
+    edited = [{"role": "user", "content": "Where is Bergen?"}, compacted.output[-1], {"role": "user", "content": "?"}]
+    await client.responses.create(model=MODEL, input=edited)
+    await client.responses.create(model=MODEL, input=edited[1:])
+
+    edited, pruned = [prompt for prompt, _ in turns(pod)[-2:]]
+    assert "Bergen" in edited
+    assert "Oslo?" not in edited
+    assert SUMMARY in pruned
+    assert "Bergen" not in pruned
+
+
+async def test_a_compaction_of_another_tenant_or_a_deleted_one_is_not_found(front, client):
+    compacted = await client.responses.compact(model=MODEL, input="Where is Oslo?")
+    item = compacted.output[-1].model_dump(exclude_unset=True)
+    body = {"model": MODEL, "input": [item, {"role": "user", "content": "?"}]}
+    errors = [await sent(front, "/v1/responses", body, status=404, key=OTHER_KEY)]
+    async with front.delete(f"/v1/context/{compacted.id.removeprefix('resp_1_')}") as answer:
+        assert answer.status == 200
+    errors.append(await sent(front, "/v1/responses", body, status=404))
+    body["input"][0] = {**item, "encrypted_content": "other"}
+    errors.append(await sent(front, "/v1/responses", body, status=404))
+
+    for error in errors:
+        told = error["error"]
+        assert (told["code"], told["param"]) == ("context_not_found", "input")
+        assert "compaction" in told["message"]
+
+
+@only_http
+async def test_a_compaction_beside_another_response_is_refused(client):
+    """Seen failing: without the check, the engine got the item as an empty message."""
+    compacted = await client.responses.compact(model=MODEL, input="Where is Oslo?")
+    other = await client.responses.create(model=MODEL, input="Hello.", store=True)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(
+            model=MODEL, previous_response_id=other.id, input=[compacted.output[-1], {"role": "user", "content": "?"}]
+        )
+    assert caught.value.body["param"] == "input"
+
+
+@only_http
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        ("/v1/context/none/compact", {}, 404, "context_not_found"),
+        ("/v1/context/text/compact", {}, 400, "invalid_request"),
+        ("/v1/context/chat/compact", {"max_tokens": 0}, 400, "invalid_request"),
+        ("/v1/context/chat/compact", {"prompt": "x", "max_tokens": 5}, 400, "invalid_request"),
+        ("/v1/context/chat/compact", {"ttl": 1}, 400, "ttl_out_of_range"),
+        ("/v1/context/chat/compact", {"session_id": "text"}, 409, "context_exists"),
+        ("/v1/context/chat/compact", {"instruction": "x"}, 400, "invalid_request"),
+        ("/v1/responses/compact", {"model": MODEL}, 400, "invalid_request"),
+        ("/v1/responses/compact", {"model": MODEL, "input": [{"type": "nothing"}]}, 400, "invalid_request"),
+        ("/v1/responses/compact", {"model": MODEL, "input": 7}, 400, "invalid_request"),
+        ("/v1/responses/compact", {"model": "none", "input": "x"}, 404, "model_not_found"),
+        (
+            "/v1/responses/compact",
+            {"model": MODEL, "previous_response_id": "resp_1_none"},
+            400,
+            "previous_response_not_found",
+        ),
+    ],
+)
+async def test_what_cannot_be_compacted_gets_a_typed_error(front, pod, path, body, status, code):
+    pod.engine.model = MODEL
+    await sent(front, "/v1/context", {"model": MODEL, "prompt": "x", "session_id": "text"})
+    await sent(front, "/v1/context", {"model": MODEL, "messages": CHAT, "session_id": "chat"})
+    async with front.post(path, body) as answer:
+        assert await code_of(answer) == (status, code)
+
+
+@only_http
+async def test_a_model_without_a_summary_makes_no_context(front, pod):
+    await sent(front, "/v1/context", {"model": MODEL, "messages": CHAT, "session_id": "old"})
+    pod.engine.answer = lambda ids: " "
+    await sent(front, "/v1/context/old/compact", {}, status=502)
+
+    assert [one["session_id"] for one in await contexts(front)] == ["old"]
