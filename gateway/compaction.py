@@ -94,11 +94,12 @@ class Compactions:
             items, parent = [*(one.item for one in placed), *new], session.session_id
             if (stored := instructions_of(segments)) is not None:
                 shared.setdefault("instructions", stored)
-        request = {"input": [*new, _user(_REQUEST)], "store": False, "max_output_tokens": SUMMARY_TOKENS}
+        length = _length(said, "max_output_tokens")
+        request = {"input": [*new, _user(_REQUEST)], "store": False, "max_output_tokens": length}
         if "tools" in shared:
             request["tool_choice"] = "none"
         if previous is not None:
-            request |= {"previous_response_id": previous, "truncation": _rolling(SUMMARY_TOKENS)}
+            request |= {"previous_response_id": previous, "truncation": _rolling(length)}
         answer = await ask(RESPONSES_PATH, shared | request, "")
         summary = _text("".join(map(_text_of, answer["output"])))
         users = [_user(item["content"]) for item in items if _is_message(item) and item["role"] == "user"]
@@ -121,9 +122,7 @@ class Compactions:
 
     async def _summarised(self, source: CacheSessionMetadata, said: Mapping[str, Any], ask: Ask) -> list[Json]:
         """Return the messages at the head of a context, and a summary of it by the model."""
-        length = whole(said.get("max_tokens", SUMMARY_TOKENS))
-        if length is None or length < 1:
-            raise InvalidRequest("max_tokens must be a whole number from 1", param="max_tokens")
+        length = _length(said, "max_tokens")
         told = said.get("instructions")
         if told is not None and not isinstance(told, str):
             raise InvalidRequest("instructions must be a string", param="instructions")
@@ -150,6 +149,13 @@ def _head(segments: Sequence[Segment]) -> list[Json]:
     messages = stored_messages(segments[0])
     first = next((at for at, message in enumerate(messages) if message["role"] not in _HEAD_ROLES), len(messages))
     return [{key: value for key, value in one.items() if key not in (ITEM_IDS, RESPONSE)} for one in messages[:first]]
+
+
+def _length(said: Mapping[str, Any], field: str) -> int:
+    length = whole(SUMMARY_TOKENS if said.get(field) is None else said[field])
+    if length is None or length < 1:
+        raise InvalidRequest(f"{field} must be a whole number from 1", param=field)
+    return length
 
 
 def _rolling(length: int) -> Json:

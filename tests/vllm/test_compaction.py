@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore:Pydan
 
 RULES = " ".join(f"Rule {number}: be brief and exact." for number in range(150))
 PLACES = " ".join(f"Gauge {number} stood at {7 * number % 1000} metres." for number in range(60))
+SHORT = {"max_output_tokens": 64}
 NEW = {"role": "user", "content": "Which gauge stood highest?"}
 
 
@@ -33,9 +34,9 @@ def test_the_first_response_after_a_compaction_is_warm_before_and_after_a_loss(
             first = talk.responses.create(
                 model=MODEL, instructions=RULES, input=PLACES, store=True, max_output_tokens=8
             )
-            compacted = talk.responses.compact(model=MODEL, previous_response_id=first.id)
+            compacted = talk.responses.compact(model=MODEL, previous_response_id=first.id, extra_body=SHORT)
         else:
-            compacted = talk.responses.compact(model=MODEL, instructions=RULES, input=PLACES)
+            compacted = talk.responses.compact(model=MODEL, instructions=RULES, input=PLACES, extra_body=SHORT)
         before = responded(talk, compacted)
         for part in ("engine", "sidecar"):
             stack.kill(part)

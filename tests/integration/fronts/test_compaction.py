@@ -215,6 +215,7 @@ async def test_a_compaction_beside_another_response_is_refused(client):
         ("/v1/responses/compact", {"model": MODEL}, 400, "invalid_request"),
         ("/v1/responses/compact", {"model": MODEL, "input": [{"type": "nothing"}]}, 400, "invalid_request"),
         ("/v1/responses/compact", {"model": MODEL, "input": 7}, 400, "invalid_request"),
+        ("/v1/responses/compact", {"model": MODEL, "input": "x", "max_output_tokens": 0}, 400, "invalid_request"),
         ("/v1/responses/compact", {"model": "none", "input": "x"}, 404, "model_not_found"),
         (
             "/v1/responses/compact",
