@@ -341,6 +341,10 @@ async def test_every_view_is_accessible_in_both_themes_and_fits_a_phone(sample, 
     await operator.page.get_by_role("table", name="Usage by model").wait_for()
     charts = [await one.get_attribute("aria-label") for one in await operator.page.get_by_role("img").all()]
     tables = [await operator.page.get_by_role("table", name=name).inner_text() for name in ("Pods", "Tenants")]
+    await operator.page.get_by_role("combobox", name="Tenant").select_option("other")
+    await operator.page.get_by_role("heading", name="Saved by other").wait_for()
+    await operator.page.get_by_role("table", name="Usage by model").wait_for()
+    models = await operator.page.get_by_role("table", name="Usage by model").inner_text()
     found["operator"] = await operator.findings()
     assert not await operator.overflows()
 
@@ -349,6 +353,7 @@ async def test_every_view_is_accessible_in_both_themes_and_fits_a_phone(sample, 
     assert [view for view, told in shares.items() if not told] == ["kept", "playground"]
     assert "pod-a" in tables[0]
     assert {"demo", "operator", "other"} <= set(tables[1].split())
+    assert {"llama-70b", "qwen-32b"} <= set(models.split())
     assert len(charts) == 3
     assert "prompt tokens were not computed" in charts[1]
     assert (person.complaints, operator.complaints) == ([], [])

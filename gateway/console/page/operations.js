@@ -46,7 +46,7 @@ export function Operations() {
   const usages = [own, ...(now?.data ?? []).map((one) => one.usage)].filter(Boolean);
   const tenants = [...new Set(now ? usages.map((one) => one.tenant) : [])].sort();
   const used = [...usages].sort((one, other) => other.total.turns - one.total.turns)[0];
-  const usage = usages.find((one) => one.tenant === (tenant || used?.tenant));
+  const usage = usages.find((one) => one.tenant === tenant) ?? used; // a chosen tenant may be on another page
   const isOperator = page.error?.code !== "operator_only" && (!own || own.operator);
   useEvery(REFRESH_MS, () => page.reload());
   return html`
