@@ -53,7 +53,7 @@ def read_kept(path: str, raw: bytes, headers: Mapping[str, str]) -> tuple[TurnRe
         path, "", ClientPrompt(), {}, *(False,) * 4, None, None, commit=False, expected_generation=None
     )
     try:
-        body = read_object(raw)
+        body = read_object(raw) if b'"stream"' in raw else {}
         is_stream = body.get("stream") is True
         if is_stream and path in (COMPLETIONS_PATH, CHAT_PATH):
             read = read_turn(path, body, headers)
