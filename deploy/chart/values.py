@@ -22,7 +22,7 @@ from deploy.chart.process_settings import PROCESSES, connector_schema, settings_
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 TYPES = Path(__file__).with_name("types.yaml")
 _MARK = " # @schema "
-_MAPS = frozenset({"securityContext", "pod", "image", "autoscaling", "issuerRef"})
+_MAPS = frozenset({"securityContext", "pod", "image", "autoscaling", "issuerRef", "service", "secretKeyRef"})
 """Types of maps that templates look into, besides those of settings."""
 _BY_DEFAULT = {bool: "boolean", int: "integer", float: "number", str: "string"}
 

@@ -77,6 +77,7 @@ SAMPLES: dict[str, Any] = {
     "ingress.tls": [{"secretName": "other"}],
     "extraObjects": ["apiVersion: v1\nkind: ConfigMap\nmetadata: {name: other}\n"],
     "envoy.service.loadBalancerSourceRanges": ["10.1.0.0/16"],
+    "gateway.service.loadBalancerSourceRanges": ["10.1.0.0/16"],
     "gateway.keda.prometheusServer": "http://other:9090",
     "gateway.keda.threshold": "7",
     "image.digest": DIGEST,
@@ -111,6 +112,7 @@ SAMPLES: dict[str, Any] = {
 }
 """Values for keys whose schema does not say enough."""
 BESIDE: dict[str, Values] = {
+    "gateway.service.loadBalancerSourceRanges": {"gateway": {"service": {"type": "LoadBalancer"}}},
     **{f"ingress.{key}": INGRESS for key in ("className", "annotations", "hosts", "tls")},
     "networkPolicy.eventSubscribers": {
         "sidecar": {"settings": {"eventsListen": "0.0.0.0:5561", "eventsTenants": ["*"]}},

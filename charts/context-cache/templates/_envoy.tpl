@@ -114,7 +114,7 @@ spec:
         request: 30s
       backendRefs:
         - name: {{ $fullname }}-gateway
-          port: {{ .root.Values.gateway.service.port }}
+          port: {{ include "context-cache.gateway.port" .root }}
 ---
 apiVersion: gateway.networking.k8s.io/v1
 kind: HTTPRoute

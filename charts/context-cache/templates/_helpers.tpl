@@ -160,14 +160,28 @@ latter answers the same, so it is what the smoke test asks behind somebody else'
 {{- printf "%s://%s:%d" $scheme (include "context-cache.serviceHost" (dict "root" . "service" "envoy")) (include "context-cache.front.port" . | int) }}
 {{- else }}
 {{- $scheme := ternary "https" "http" .Values.tls.enabled }}
-{{- printf "%s://%s:%d" $scheme (include "context-cache.serviceHost" (dict "root" . "service" "gateway")) (int .Values.gateway.service.port) }}
+{{- printf "%s://%s:%d" $scheme (include "context-cache.serviceHost" (dict "root" . "service" "gateway")) (include "context-cache.gateway.port" . | int) }}
+{{- end }}
+{{- end }}
+
+{{/* Port of the gateway's Service. Takes the root. */}}
+{{- define "context-cache.gateway.port" -}}
+{{- .Values.gateway.service.port | default 8000 }}
+{{- end }}
+
+{{/* Type of a Service, and the networks that its load balancer admits. Takes `service` of a component. */}}
+{{- define "context-cache.serviceType" -}}
+type: {{ .type }}
+{{- if and .loadBalancerSourceRanges (eq .type "LoadBalancer") }}
+loadBalancerSourceRanges:
+  {{- toYaml .loadBalancerSourceRanges | nindent 2 }}
 {{- end }}
 {{- end }}
 
 {{/* Port of the Service that clients use. Envoy's is 80, or 443 with HTTPS, unless values say another. */}}
 {{- define "context-cache.front.port" -}}
 {{- if ne .Values.envoy.mode "proxy" }}
-{{- .Values.gateway.service.port }}
+{{- include "context-cache.gateway.port" . }}
 {{- else }}
 {{- .Values.envoy.service.port | default (ternary 443 80 (ne .Values.envoy.tls.existingSecret "")) }}
 {{- end }}
