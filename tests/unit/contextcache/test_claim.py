@@ -547,3 +547,21 @@ def test_a_name_that_cannot_stand_in_a_path_is_refused_with_the_rule(name):
     for read in (lambda: claims({"session_id": name}).session_id(), lambda: read_session_id(name)):
         with pytest.raises(InvalidRequest, match="and must not begin with"):
             read()
+
+
+@pytest.mark.parametrize(
+    ("items", "found"),
+    [
+        (b'[{"type": "comp\\u0061ction", "encrypted_content": "a"}, {"role": "user", "content": "?"}]', "a"),
+        (b'[{"type": "compaction", "encrypted_content": "a"}, {"type": "compaction", "encrypted_content": "b"}]', "b"),
+        (b'[{"role": "user", "content": "compaction"}]', None),
+        (b'"compaction"', None),
+    ],
+)
+@pytest.mark.parametrize("read", [read_claims, read_strict_claims])
+def test_the_last_compaction_of_a_response_s_input_is_found_as_the_engine_would_read_it(read, items, found):
+    """Seen failing: a search for the plain word missed an escaped one."""
+    body = b'{"model": "m", "input": %b}' % items
+
+    assert read(body, "/v1/responses").compaction == found
+    assert read(body, "/v1/chat/completions").compaction is None
