@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -134,6 +135,13 @@ class SessionStoreContract:
         )
         assert begun.known_segments == 0
         return begun.session, begun.transcript()
+
+    async def begun(
+        self, store: SessionStore, lease_id: str = "turn", **more: Any
+    ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
+        """Create the session and begin a turn of it."""
+        await self.create(store)
+        return await self.begin(store, lease_id, **more)
 
     async def known(self, store: SessionStore, mark: str) -> tuple[int, tuple[Segment, ...]]:
         """Return how much of the transcript whoever shows a mark has, and what is sent to him."""
@@ -290,8 +298,7 @@ class SessionStoreContract:
         assert (await store.get(KEY, now_ms=NOW)).state is SessionState.BUSY
 
     async def test_a_second_turn_is_busy_until_the_first_lease_ends(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store, "first")
+        await self.begun(store, "first")
 
         with pytest.raises(ContextBusy) as refused:
             await self.begin(store, "second", now_ms=NOW + 1)
@@ -345,8 +352,7 @@ class SessionStoreContract:
         assert await self.known(store, first) == (0, (PROMPT, ANSWER))
 
     async def test_a_commit_repeated_after_a_lost_reply_tells_the_same_mark(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
         told = await store.commit_turn(turn_commit("turn"), now_ms=NOW)
         again = await store.commit_turn(turn_commit("turn"), now_ms=NOW)
 
@@ -382,15 +388,13 @@ class SessionStoreContract:
         assert sum(isinstance(outcome, ContextBusy) for outcome in outcomes) == 15
 
     async def test_beginning_again_with_the_same_lease_answers_the_same(self, store: SessionStore) -> None:
-        await self.create(store)
-        first = await self.begin(store)
+        first = await self.begun(store)
         again = await self.begin(store)
 
         assert again == first
 
     async def test_a_read_only_turn_takes_no_lease_and_waits_for_none(self, store: SessionStore) -> None:
-        await self.create(store)
-        session, _ = await self.begin(store, "reader", read_only=True)
+        session, _ = await self.begun(store, "reader", read_only=True)
 
         assert session.state is SessionState.READY
         await self.begin(store, "writer")
@@ -482,8 +486,7 @@ class SessionStoreContract:
         assert (await store.commit_turn(turn_commit("turn"), now_ms=NOW)).holders is None
 
     async def test_a_commit_that_does_not_say_where_could_be_anywhere(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
         await store.commit_turn(replace(turn_commit("turn"), holder=""), now_ms=NOW)
 
         assert (await store.get(KEY, now_ms=NOW)).holders is None
@@ -495,16 +498,14 @@ class SessionStoreContract:
     async def test_a_diverging_commit_replaces_what_it_does_not_keep(
         self, store: SessionStore, keep: int, transcript: tuple[Segment, ...], num_tokens: int
     ) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
         session = await store.commit_turn(turn_commit("turn", keep=keep), now_ms=NOW)
 
         assert session.num_tokens == num_tokens
         assert await self.transcript(store) == transcript
 
     async def test_keeping_more_than_there_is_is_refused_and_changes_nothing(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
 
         with pytest.raises(InvalidRequest) as refused:
             await store.commit_turn(turn_commit("turn", keep=3), now_ms=NOW)
@@ -513,8 +514,7 @@ class SessionStoreContract:
         await store.commit_turn(turn_commit("turn"), now_ms=NOW)
 
     async def test_a_transcript_can_be_emptied_and_filled_again(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
         emptied = await store.commit_turn(replace(turn_commit("turn", keep=0), segments=()), now_ms=NOW)
 
         assert emptied.num_tokens == 0
@@ -641,8 +641,7 @@ class SessionStoreContract:
         assert (dict(others.days), others.num_contexts) == ({}, 0)
 
     async def test_a_commit_whose_reply_was_lost_can_be_repeated(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
         first = await store.commit_turn(turn_commit("turn"), now_ms=NOW)
         again = await store.commit_turn(turn_commit("turn"), now_ms=NOW + 10)
 
@@ -650,8 +649,7 @@ class SessionStoreContract:
         assert await self.transcript(store) == (PROMPT, ANSWER, PROMPT)
 
     async def test_a_repeated_commit_leaves_the_next_turns_lease_alone(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
         await store.commit_turn(turn_commit("turn"), now_ms=NOW)
         await self.begin(store, "next")
         again = await store.commit_turn(turn_commit("turn"), now_ms=NOW)
@@ -676,8 +674,7 @@ class SessionStoreContract:
 
     async def test_a_half_lost_transcript_is_neither_continued_nor_committed_to(self, store: SessionStore) -> None:
         """Seen to fail at the commit: a store that lost a segment during a turn took the next one for it."""
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
         await self.lose_last_segment(store)
 
         for keep in (0, 1, 2):
@@ -690,23 +687,20 @@ class SessionStoreContract:
         assert (await store.get(KEY, now_ms=NOW)).generation == 1
 
     async def test_a_commit_on_another_generation_is_refused(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
 
         with pytest.raises(GenerationMismatch):
             await store.commit_turn(turn_commit("turn", generation=3), now_ms=NOW)
 
     async def test_an_ended_lease_that_nobody_took_still_commits(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
 
         assert (await store.get(KEY, now_ms=NOW + LEASE_MS)).state is SessionState.READY
         session = await store.commit_turn(turn_commit("turn"), now_ms=NOW + LEASE_MS)
         assert session.generation == 2
 
     async def test_an_ended_lease_that_another_took_does_not_commit(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store, "slow")
+        await self.begun(store, "slow")
         await self.begin(store, "fast", now_ms=NOW + LEASE_MS)
 
         with pytest.raises(LeaseLost):
@@ -724,8 +718,7 @@ class SessionStoreContract:
         assert (await self.begin(store, "next"))[1] == (PROMPT, ANSWER)
 
     async def test_aborting_leaves_anothers_lease_alone(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store, "holder")
+        await self.begun(store, "holder")
         await store.abort_turn(KEY, lease_id="other", now_ms=NOW)
         await store.abort_turn(SessionKey("demo", "ctx_none"), lease_id="other", now_ms=NOW)
 
@@ -733,8 +726,7 @@ class SessionStoreContract:
             await self.begin(store, "other")
 
     async def test_a_renewed_lease_lives_on(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
         await store.renew_lease(KEY, lease_id="turn", lease_ttl_ms=LEASE_MS, now_ms=NOW + LEASE_MS - 1)
 
         with pytest.raises(ContextBusy):
@@ -766,8 +758,7 @@ class SessionStoreContract:
     # Lives.
 
     async def test_a_fixed_life_is_not_extended_by_turns(self, store: SessionStore) -> None:
-        await self.create(store)
-        session, _ = await self.begin(store, now_ms=NOW + 1000)
+        session, _ = await self.begun(store, now_ms=NOW + 1000)
         committed = await store.commit_turn(turn_commit("turn"), now_ms=NOW + 2000)
 
         assert session.expires_at_ms == committed.expires_at_ms == NOW + TTL_MS
@@ -798,15 +789,13 @@ class SessionStoreContract:
             assert (await store.commit_turn(commit, now_ms=start_ms + 90_000)).generation == number + 1
 
     async def test_a_fixed_life_is_not_extended_by_a_renewal(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
         await store.renew_lease(KEY, lease_id="turn", lease_ttl_ms=LEASE_MS, now_ms=NOW + 1)
 
         assert (await store.get(KEY, now_ms=NOW + 1)).expires_at_ms == NOW + TTL_MS
 
     async def test_an_expired_session_is_gone_for_every_call_without_a_sweep(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store, now_ms=NOW + TTL_MS - 1)
+        await self.begun(store, now_ms=NOW + TTL_MS - 1)
         end = NOW + TTL_MS
 
         with pytest.raises(ContextExpired):
@@ -880,8 +869,7 @@ class SessionStoreContract:
         assert emptied == replace(created, metadata={})
 
     async def test_touch_does_not_disturb_a_running_turn(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
         touched = await store.touch(KEY, ttl_s=1200, ttl_policy=None, metadata=None, now_ms=NOW)
 
         assert touched.state is SessionState.BUSY
@@ -904,8 +892,7 @@ class SessionStoreContract:
         assert await self.sweep(store, now_ms=NOW + TTL_MS) == []
 
     async def test_unregister_during_a_turn_makes_its_commit_fail(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
 
         assert (await store.unregister(KEY, now_ms=NOW)).state is SessionState.BUSY
         with pytest.raises(ContextNotFound):
@@ -1208,8 +1195,7 @@ class SessionStoreContract:
 
     async def test_a_turn_in_flight_names_all_that_is_saved_for_it(self, store: SessionStore) -> None:
         """Seen to fail without the look at the lease: what the turn had sealed and not committed was an orphan."""
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
 
         assert await self.orphans(store, REF_1, REF_2) == []
         assert await self.orphans(store, REF_1, REF_2, now_ms=NOW + LEASE_MS) == [REF_2]

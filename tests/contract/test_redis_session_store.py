@@ -184,8 +184,7 @@ class RedisContract(SessionChangesContract, UsageContract):
     async def test_a_deleted_session_leaves_its_place_in_lists_for_a_while(
         self, store: SessionStore, server: ValkeyServer, raw: RedisConnection
     ) -> None:
-        await self.create(store)
-        await self.begin(store)
+        await self.begun(store)
         await store.commit_turn(turn_commit("turn"), now_ms=NOW)
         await store.unregister(KEY, now_ms=NOW)
 
@@ -419,8 +418,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert session.num_tokens == 3
 
     async def test_commits_racing_for_one_generation_leave_one_of_them(self, store: SessionStore) -> None:
-        await self.create(store)
-        await self.begin(store, "a")
+        await self.begun(store, "a")
         await self.begin(store, "b", now_ms=NOW + LEASE_MS)
         outcomes = await asyncio.gather(
             *(store.commit_turn(turn_commit(lease), now_ms=NOW + LEASE_MS) for lease in ("a", "b", "a", "b")),
