@@ -246,7 +246,7 @@ async def running_node(certificates, directory):
         await server.stop(0)
 
 
-async def test_certificates_and_their_ca_change_under_load_without_one_lost_call(certificates, tmp_path):
+async def test_certificates_and_their_ca_change_under_load_without_one_lost_call(certificates):
     next_ca = trustme.CA()
     now_s = [0.0]
     server_tls = WatchedTls(certificates.files, monotonic_s=lambda: now_s[0])
@@ -351,7 +351,7 @@ def certificate_shown(port: int, certificates: CertificateFiles) -> bytes:
         return connection.getpeercert(binary_form=True)
 
 
-async def test_who_connects_and_shows_nothing_is_gone_at_the_deadline(certificates, tmp_path, monkeypatch):
+async def test_who_connects_and_shows_nothing_is_gone_at_the_deadline(certificates, monkeypatch):
     options = dict(contextcache.wire.servers.SERVER_OPTIONS)
     assert options["grpc.server_handshake_timeout_ms"] == 10_000
     options["grpc.server_handshake_timeout_ms"] = 200

@@ -67,8 +67,7 @@ class EngineWithKV(FakeVllm):
 
     def _run(self, name: str, request: dict[str, Any]) -> None:
         self.loop.forget_prefixes()
-        self.loop.add(name, request["prompt"], params=request["kv_transfer_params"])
-        self.loop.run_to_end(name)
+        self.loop.play(name, request["prompt"], params=request["kv_transfer_params"])
 
 
 @pytest.fixture(scope="module")

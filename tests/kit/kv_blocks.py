@@ -174,12 +174,33 @@ class SidecarUnderTest:
             await self.send(new, block_index)
         return prepared
 
-    async def save(self, token_ids: tuple[int, ...], **fields: object) -> NewSave:
-        """Save a context of one rank and seal it."""
+    async def sent(self, token_ids: tuple[int, ...], **fields: object) -> NewSave:
+        """Announce a save of one rank and send what is missing."""
         new = new_save(token_ids, now_ms=self.clock.now_ms(), **fields)  # type: ignore[arg-type]  # fields of new_save
         await self.send_all(new)
+        return new
+
+    async def save(self, token_ids: tuple[int, ...], **fields: object) -> NewSave:
+        """Save a context of one rank and seal it."""
+        new = await self.sent(token_ids, **fields)
         assert await self.catalog.seal(new.cache_ref, new.rank)
         return new
+
+    async def share(self, token_ids: tuple[int, ...], **fields: object) -> NewSave:
+        """Save a context and return when the shared store has it."""
+        new = await self.save(token_ids, **fields)
+        await written(self)
+        return new
+
+    async def collect(self, *, ms: int = 0, s: float = 0.0) -> None:
+        """Advance the clock, then free what has expired and what no session names."""
+        self.clock.advance(ms=ms, s=s)
+        await self.sidecar.collect()
+
+    async def collect_shared(self, *, ms: int = 0, s: float = 0.0) -> None:
+        """Advance the clock, then do the same in the shared store."""
+        self.clock.advance(ms=ms, s=s)
+        await self.sidecar.collect_shared()
 
     async def has(self, new: NewSave) -> bool:
         """Open a context; return whether that succeeded."""
@@ -207,6 +228,11 @@ class SidecarUnderTest:
                 tiers.append(block.tier)
         assert len(tiers) == len(indices)
         return tiers
+
+    async def fetch(self, new: NewSave) -> list[str]:
+        """Have a context fetched from the shared store, and load it; return the tiers."""
+        await brought(self, new.cache_ref)
+        return await self.load(new)
 
     def counted(self, name: str, **labels: str) -> float:
         """Return a metric's value, 0 when it was never counted."""

@@ -251,6 +251,15 @@ class SchedulerLoop:
         self.run(lambda: request_id in self.finished and not self.scheduler.has_requests())
         return self.finished[request_id]
 
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def play(self, request_id: str, token_ids: Iterable[int], **more: Any) -> list[int]:
+        """Add a request and run it to its end; return its output."""
+        self.add(request_id, token_ids, **more)
+        return self.run_to_end(request_id)
+
     def settle(self, timeout_s: float = 60.0) -> None:
         """Wait until no thread of the connector has work left."""
         for pool in self._pools():

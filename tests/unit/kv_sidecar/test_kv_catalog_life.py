@@ -94,11 +94,8 @@ async def test_another_tenant_deletes_and_refuses_nothing(kv: SidecarUnderTest, 
 
 
 @pytest.mark.parametrize("by_session", [True, False])
-async def test_a_delete_ends_a_save_in_flight_and_refuses_a_late_one(
-    kv: SidecarUnderTest, clock: ManualClock, by_session: bool
-) -> None:
-    new = new_save(PROMPT, now_ms=clock.now_ms())
-    await kv.send_all(new)
+async def test_a_delete_ends_a_save_in_flight_and_refuses_a_late_one(kv: SidecarUnderTest, by_session: bool) -> None:
+    new = await kv.sent(PROMPT)
     await kv.catalog.delete(TENANT, SESSION if by_session else "", [] if by_session else [new.cache_ref])
 
     assert kv.block_files() == set()
@@ -126,10 +123,9 @@ async def test_a_block_that_comes_in_while_its_context_is_deleted_is_removed_aga
     assert kv.block_files() == set()
 
 
-async def test_a_delete_in_the_middle_of_a_seal_wins(kv: SidecarUnderTest, clock: ManualClock) -> None:
+async def test_a_delete_in_the_middle_of_a_seal_wins(kv: SidecarUnderTest) -> None:
     for pause in range(4):
-        new = new_save(PROMPT, now_ms=clock.now_ms())
-        await kv.send_all(new)
+        new = await kv.sent(PROMPT)
         sealing = asyncio.create_task(kv.catalog.seal(new.cache_ref, 0))
         for _ in range(pause):
             await asyncio.sleep(0)
@@ -140,12 +136,9 @@ async def test_a_delete_in_the_middle_of_a_seal_wins(kv: SidecarUnderTest, clock
         assert kv.block_files() == set()
 
 
-async def test_a_save_that_is_deleted_while_its_seal_waits_is_not_said_to_be_sealed(
-    kv: SidecarUnderTest, clock: ManualClock
-) -> None:
+async def test_a_save_that_is_deleted_while_its_seal_waits_is_not_said_to_be_sealed(kv: SidecarUnderTest) -> None:
     """Seen to fail without the look at `dropped` before a manifest is written: the engine was told that it was."""
-    new = new_save(PROMPT, now_ms=clock.now_ms())
-    await kv.send_all(new)
+    new = await kv.sent(PROMPT)
     async with kv.catalog.manifests.lock:
         sealing = asyncio.create_task(kv.catalog.seal(new.cache_ref, 0))
         await asyncio.sleep(0)
@@ -240,8 +233,7 @@ async def test_touch_moves_the_expiry_for_good(kv: SidecarUnderTest, clock: Manu
 async def test_touch_reaches_a_save_on_its_way_and_not_what_has_expired(
     kv: SidecarUnderTest, clock: ManualClock
 ) -> None:
-    new = new_save(PROMPT, now_ms=clock.now_ms())
-    await kv.send_all(new)
+    new = await kv.sent(PROMPT)
     assert await kv.catalog.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS) == 0
     await kv.catalog.seal(new.cache_ref, 0)
     clock.advance(ms=TTL_MS)
@@ -361,8 +353,7 @@ async def test_the_names_of_spared_blocks_are_forgotten_with_their_time(tmp_path
     """Seen failing: they stayed, and the delete of their session ended what another session had spared since."""
     async with SidecarUnderTest(tmp_path, clock=clock, spare_ms=1_000) as kv:
         for session_id in ("ctx_1", "ctx_2"):
-            new = new_save(PROMPT, now_ms=clock.now_ms(), session_id=session_id)
-            await kv.send_all(new)
+            new = await kv.sent(PROMPT, session_id=session_id)
             await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, HOLD_DEADLINE))
             await kv.catalog.collect()
             clock.advance(ms=999 if session_id == "ctx_2" else 1_000)

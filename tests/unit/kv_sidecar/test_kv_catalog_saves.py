@@ -72,9 +72,8 @@ async def test_a_grown_context_sends_only_what_is_new(kv: SidecarUnderTest, cloc
     assert len(await kv.load(grown)) == 4
 
 
-async def test_nothing_is_found_before_the_seal(kv: SidecarUnderTest, clock: ManualClock) -> None:
-    new = new_save(PROMPT, now_ms=clock.now_ms())
-    await kv.send_all(new)
+async def test_nothing_is_found_before_the_seal(kv: SidecarUnderTest) -> None:
+    new = await kv.sent(PROMPT)
 
     with pytest.raises(CacheRefNotFound):
         await kv.catalog.open(TENANT, new.cache_ref)
@@ -96,9 +95,8 @@ async def test_a_seal_without_all_blocks_is_refused_and_can_be_repaired(
     assert await kv.catalog.seal(new.cache_ref, 0)
 
 
-async def test_a_seal_may_be_repeated_and_comes_once(kv: SidecarUnderTest, clock: ManualClock) -> None:
-    new = new_save(PROMPT, now_ms=clock.now_ms())
-    await kv.send_all(new)
+async def test_a_seal_may_be_repeated_and_comes_once(kv: SidecarUnderTest) -> None:
+    new = await kv.sent(PROMPT)
     sealed = await asyncio.gather(*(kv.catalog.seal(new.cache_ref, 0) for _ in range(3)))
 
     assert sealed == [True, True, True]
@@ -125,9 +123,8 @@ async def test_the_manifest_waits_for_every_rank(kv: SidecarUnderTest, clock: Ma
         assert len(await kv.load(rank)) == 3
 
 
-async def test_a_rank_that_was_not_announced_cannot_seal(kv: SidecarUnderTest, clock: ManualClock) -> None:
-    new = new_save(PROMPT, now_ms=clock.now_ms(), world_size=2)
-    await kv.send_all(new)
+async def test_a_rank_that_was_not_announced_cannot_seal(kv: SidecarUnderTest) -> None:
+    new = await kv.sent(PROMPT, world_size=2)
 
     with pytest.raises(SaveIncomplete):
         await kv.catalog.seal(new.cache_ref, 1)
@@ -450,8 +447,7 @@ async def test_blocks_a_save_counts_on_survive_the_end_of_their_only_context(
 async def test_a_save_that_is_never_sealed_is_dropped_after_its_deadline(
     kv: SidecarUnderTest, clock: ManualClock
 ) -> None:
-    new = new_save(PROMPT, now_ms=clock.now_ms())
-    await kv.send_all(new)
+    new = await kv.sent(PROMPT)
     clock.advance(ms=kv.settings.limits().save_deadline_ms - 1000)
     await kv.catalog.collect()
     assert len(kv.block_files()) == 3
@@ -475,9 +471,8 @@ async def test_a_save_that_goes_on_is_not_dropped(kv: SidecarUnderTest, clock: M
     assert await kv.catalog.seal(new.cache_ref, 0)
 
 
-async def test_a_cancelled_seal_is_carried_through(kv: SidecarUnderTest, clock: ManualClock) -> None:
-    new = new_save(PROMPT, now_ms=clock.now_ms())
-    await kv.send_all(new)
+async def test_a_cancelled_seal_is_carried_through(kv: SidecarUnderTest) -> None:
+    new = await kv.sent(PROMPT)
     sealing = asyncio.create_task(kv.catalog.seal(new.cache_ref, 0))
     await asyncio.sleep(0)
     sealing.cancel()

@@ -64,8 +64,7 @@ async def touch_other(kv: SidecarUnderTest, clock: ManualClock) -> None:
 
 async def save_other_from_two_ranks(kv: SidecarUnderTest, clock: ManualClock) -> None:
     for rank in range(2):
-        new = new_save(OTHER, now_ms=clock.now_ms(), cache_ref=OTHER_REF, rank=rank, world_size=2)
-        await kv.send_all(new)
+        await kv.sent(OTHER, cache_ref=OTHER_REF, rank=rank, world_size=2)
         await kv.catalog.seal(OTHER_REF, rank)
 
 

@@ -85,8 +85,7 @@ async def test_a_manifest_the_disk_refuses_ends_the_save_and_whoever_waits_for_i
 ) -> None:
     disk, clock = FaultyDisk(), ManualClock()
     async with SidecarUnderTest(tmp_path, step=disk, clock=clock) as kv:
-        new = new_save(TEN, now_ms=clock.now_ms())
-        await kv.send_all(new)
+        new = await kv.sent(TEN)
         waiting = asyncio.create_task(kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=60))
         await asyncio.sleep(0)
         disk.break_at(verb, number)

@@ -67,8 +67,7 @@ async def test_what_waits_too_long_for_its_save_goes_and_the_save_comes_all_the_
     ref = new_cache_ref()
     await kv.send_all(ahead(kv, 16, ref, started_at_ms=7))
     assert isinstance(kv.clock, ManualClock)
-    kv.clock.advance(ms=kv.settings.limits().save_deadline_ms + 1000)
-    await kv.sidecar.collect()
+    await kv.collect(ms=kv.settings.limits().save_deadline_ms + 1000)
     assert kv.block_files() == set()
 
     await kv.send_all(whole(kv, ref, started_at_ms=7))

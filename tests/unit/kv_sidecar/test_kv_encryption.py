@@ -13,7 +13,7 @@ from contextcache.errors import CacheRefNotFound, KeyNotAtHand
 from contextcache.model import MAX_TTL_S
 from contextcache.names import KEPT_PREFIX
 from kv_sidecar.store.encryption import MAGIC, StoreKeys, key_id_of, opened
-from tests.kit.kv_blocks import TENANT, brought, written
+from tests.kit.kv_blocks import TENANT, brought
 from tests.kit.shared_store import NamedRefs
 from tests.kit.store_keys import write_store_keys
 
@@ -138,8 +138,7 @@ def test_a_file_that_is_no_key_file_is_refused_without_being_quoted(tmp_path, te
 
 async def test_nothing_in_the_store_tells_what_it_holds(pod, tmp_path):
     async with pod("a", {TENANT: ["1"]}) as kv:
-        new = await kv.save(TEN)
-        await written(kv)
+        new = await kv.share(TEN)
         plain = {key.file_name for key in kv.block_files()}
         pages = kv.path_of(next(iter(kv.block_files()))).read_bytes()[-64:]
 
@@ -151,8 +150,7 @@ async def test_nothing_in_the_store_tells_what_it_holds(pod, tmp_path):
 
 async def test_kv_of_a_tenant_without_a_key_stays_out_of_the_store(pod, tmp_path):
     async with pod("a", {"other": ["1"]}) as kv:
-        await kv.save(TEN)
-        await written(kv)
+        await kv.share(TEN)
         assert kv.counted("store_writes_total", outcome="no_key") == 1
 
     assert stored(tmp_path) == []
@@ -160,63 +158,52 @@ async def test_kv_of_a_tenant_without_a_key_stays_out_of_the_store(pod, tmp_path
 
 async def test_after_a_new_key_both_read_new_turns_take_it_and_a_delete_removes_what_both_wrote(pod, tmp_path):
     async with pod("a", {TENANT: ["1"]}) as kv:
-        await kv.save(TEN, session_id="ctx_1")
-        await written(kv)
+        await kv.share(TEN, session_id="ctx_1")
     async with pod("a", {TENANT: ["2", "1"]}) as kv:
         old = next(iter(kv.manifest_files()))
-        new = await kv.save((*TEN, 10, 11), session_id="ctx_1")
-        await written(kv)
+        new = await kv.share((*TEN, 10, 11), session_id="ctx_1")
     async with pod("b", {TENANT: ["2", "1"]}) as kv:
         for cache_ref in (old, new.cache_ref):
             await brought(kv, cache_ref)
         assert await kv.load(new) == ["object"] * 3
     async with pod("c", {TENANT: ["2"]}) as kv:
-        await brought(kv, new.cache_ref)
-        assert await kv.load(new) == ["object"] * 3
+        assert await kv.fetch(new) == ["object"] * 3
     async with pod("d", {TENANT: ["2", "1"]}) as kv:
         await kv.sidecar.delete(TENANT, "ctx_1", [])
     assert stored(tmp_path) == []
 
 
 @pytest.mark.parametrize("keys", [None, {TENANT: ["2"]}, {"other": ["1"]}], ids=["none", "another", "not its own"])
-async def test_a_pod_without_the_key_misses_counts_it_and_removes_nothing_that_others_read(pod, clock, tmp_path, keys):
+async def test_a_pod_without_the_key_misses_counts_it_and_removes_nothing_that_others_read(pod, tmp_path, keys):
     async with pod("a", {TENANT: ["1"]}) as kv:
-        new = await kv.save(TEN)
-        await written(kv)
+        new = await kv.share(TEN)
         left = stored(tmp_path)
     async with pod("b", keys) as kv:
         await brought(kv, new.cache_ref)
         with pytest.raises(CacheRefNotFound):
             await kv.catalog.open(TENANT, new.cache_ref)
         assert kv.counted("store_unopened_objects_total") == 1
-        clock.advance(s=HOUR_S // 2)
-        await kv.sidecar.collect_shared()
+        await kv.collect_shared(s=HOUR_S // 2)
     assert sorted(stored(tmp_path)) == sorted(left)
 
     async with pod("c", {TENANT: ["1"]}) as kv:
-        await brought(kv, new.cache_ref)
-        assert await kv.load(new) == ["object"] * 3
+        assert await kv.fetch(new) == ["object"] * 3
 
 
-async def test_what_nobody_can_open_goes_when_no_session_names_it(pod, clock, tmp_path):
+async def test_what_nobody_can_open_goes_when_no_session_names_it(pod, tmp_path):
     async with pod("a", {TENANT: ["1"]}) as kv:
-        await kv.save(TEN)
-        await written(kv)
+        await kv.share(TEN)
     async with pod("b", {TENANT: ["2"]}, manager=NamedRefs()) as kv:
         for _ in range(2):
-            clock.advance(s=120)
-            await kv.sidecar.collect_shared()
+            await kv.collect_shared(s=120)
     assert stored(tmp_path) == []
 
 
-async def test_what_nobody_can_decrypt_ends_when_nothing_may_live_longer(pod, clock, tmp_path):
+async def test_what_nobody_can_decrypt_ends_when_nothing_may_live_longer(pod, tmp_path):
     async with pod("a", {TENANT: ["1"]}) as kv:
-        await kv.save(TEN, session_id=f"{KEPT_PREFIX}1")
-        await written(kv)
+        await kv.share(TEN, session_id=f"{KEPT_PREFIX}1")
     async with pod("b", {TENANT: ["2"]}) as kv:
-        clock.advance(s=MAX_TTL_S - 60)
-        await kv.sidecar.collect_shared()
+        await kv.collect_shared(s=MAX_TTL_S - 60)
         assert len(stored(tmp_path, "manifests")) == 1
-        clock.advance(s=120)
-        await kv.sidecar.collect_shared()
+        await kv.collect_shared(s=120)
     assert stored(tmp_path) == []

@@ -39,8 +39,7 @@ async def test_a_sealed_block_is_announced_with_its_tokens_and_removed_when_its_
 ) -> None:
     """Seen failing: when a block is announced before its manifest, and when the first delete removes a shared block."""
     view, fold = watched(kv), Fold()
-    new = new_save(PROMPT, now_ms=kv.clock.now_ms())
-    await kv.send_all(new)
+    new = await kv.sent(PROMPT)
     assert applied(view, fold) == {"STORAGE": 0, "CPU": 0}
     await kv.catalog.seal(new.cache_ref, 0)
     events = view.take(1)
@@ -100,8 +99,7 @@ async def test_a_file_that_vanished_is_removed_and_announced_when_another_save_b
                 async for _ in kv.catalog.load(manifest, FINGERPRINT, 0, [index], in_slots=False):
                     pass
         assert applied(view, fold) == {"STORAGE": 0, "CPU": 0}
-        other = new_save(PROMPT, now_ms=kv.clock.now_ms(), session_id="ctx_2")
-        await kv.send_all(other)
+        await kv.sent(PROMPT, session_id="ctx_2")
 
         assert applied(view, fold) == {"STORAGE": 2, "CPU": 0}
 

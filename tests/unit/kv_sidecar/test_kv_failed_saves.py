@@ -95,7 +95,7 @@ async def test_reasons_beyond_the_bound_are_one_label(kv: SidecarUnderTest) -> N
     assert kv.counted("refused_saves_total", code=names[0]) == 2
 
 
-async def test_a_failure_outlives_no_seal(kv: SidecarUnderTest, tmp_path: Path) -> None:
+async def test_a_failure_outlives_no_seal(kv: SidecarUnderTest) -> None:
     clock = kv.clock
     assert isinstance(clock, ManualClock)
     new = new_save(PROMPT, now_ms=clock.now_ms(), started_at_ms=7)

@@ -139,8 +139,7 @@ async def test_the_better_source_is_taken_and_without_any_nothing_is_written(kv:
 
 
 async def test_kv_that_is_being_saved_is_waited_for(kv: SidecarUnderTest) -> None:
-    new = new_save(TOKENS, now_ms=kv.clock.now_ms())
-    await kv.send_all(new)
+    new = await kv.sent(TOKENS)
     forking = asyncio.create_task(kv.catalog.fork(fork_of(kv, new.cache_ref)))
     await asyncio.sleep(0)
     await kv.catalog.seal(new.cache_ref, 0)

@@ -118,10 +118,7 @@ async def test_the_printed_reader_notices_bytes_the_manifest_does_not_vouch_for(
 ) -> None:
     async with SidecarUnderTest(tmp_path) as kv:
         for saved in range(2):
-            new = new_save(
-                tuple(range(10)), now_ms=kv.clock.now_ms(), cache_ref="ref_" + "1" * 32, rank=saved, world_size=2
-            )
-            await kv.send_all(new)
+            new = await kv.sent(tuple(range(10)), cache_ref="ref_" + "1" * 32, rank=saved, world_size=2)
             await kv.catalog.seal(new.cache_ref, saved)
         plan = kv.plan(new)
         path = kv.path_of(block_key(plan, 1, rank))

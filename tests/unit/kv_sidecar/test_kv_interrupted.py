@@ -70,16 +70,13 @@ async def tokens_of(kv: SidecarUnderTest, new: NewSave) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-async def test_it_is_loaded_for_ten_minutes_and_leaves_no_byte(
-    kv: SidecarUnderTest, clock: ManualClock, when: str
-) -> None:
+async def test_it_is_loaded_for_ten_minutes_and_leaves_no_byte(kv: SidecarUnderTest, when: str) -> None:
     """No session names it, and the manager says so: it stays all the same, and no longer."""
     new = await interrupted(kv, when)
-    await pass_after(kv, clock, LIFE_S - 1)
+    await pass_after(kv, LIFE_S - 1)
     assert await kv.load(new)
 
-    clock.advance(s=1)
-    await kv.sidecar.collect()
+    await kv.collect(s=1)
 
     assert (kv.disk_bytes(), kv.manifest_files(), kv.in_memory()) == (0, set(), [])
     assert kv.counted("orphaned_contexts_total") == 0

@@ -16,7 +16,7 @@ from kv_sidecar.retention import LeaseTerms
 from kv_sidecar.saves import NewSave
 from kv_sidecar.tiers.memory import Slot
 from kv_sidecar.tiers.tiers import FetchedBlock
-from tests.kit.kv_blocks import SESSION, TENANT, SidecarUnderTest, block_file_bytes, new_save
+from tests.kit.kv_blocks import SESSION, TENANT, SidecarUnderTest, block_file_bytes
 
 PROMPT = tuple(range(12))
 FILE_BYTES = 1000
@@ -126,10 +126,9 @@ async def test_what_is_no_lease_is_refused(kv: SidecarUnderTest, lease: LeaseTer
         await named(kv, new, lease)
 
 
-async def test_a_save_in_flight_is_pending_to_its_own_tenant(kv: SidecarUnderTest, clock: ManualClock) -> None:
+async def test_a_save_in_flight_is_pending_to_its_own_tenant(kv: SidecarUnderTest) -> None:
     """Seen failing: it was not found, so a turn that came before the seal computed everything."""
-    new = new_save(PROMPT, now_ms=clock.now_ms())
-    await kv.send_all(new)
+    new = await kv.sent(PROMPT)
     with pytest.raises(CacheRefPending):
         await kv.catalog.open(TENANT, new.cache_ref)
     with pytest.raises(CacheRefNotFound) as foreign:

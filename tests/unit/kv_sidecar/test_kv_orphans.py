@@ -60,18 +60,15 @@ def kv_settings(manager: FakeManager) -> dict[str, object]:
     return {"manager": manager, "orphan_after_s": AFTER_S}
 
 
-async def pass_after(kv: SidecarUnderTest, clock: ManualClock, s: float) -> None:
+async def pass_after(kv: SidecarUnderTest, s: float) -> None:
     """Make a pass that learns what is there, and one `s` seconds later."""
     await kv.sidecar.collect()
-    clock.advance(s=s)
-    await kv.sidecar.collect()
+    await kv.collect(s=s)
 
 
-async def test_kv_that_no_session_names_leaves_no_byte(
-    kv: SidecarUnderTest, clock: ManualClock, manager: FakeManager
-) -> None:
+async def test_kv_that_no_session_names_leaves_no_byte(kv: SidecarUnderTest, manager: FakeManager) -> None:
     await kv.save(PROMPT)
-    await pass_after(kv, clock, AFTER_S)
+    await pass_after(kv, AFTER_S)
 
     assert kv.disk_bytes() == 0
     assert kv.manifest_files() == set()
@@ -81,13 +78,13 @@ async def test_kv_that_no_session_names_leaves_no_byte(
 
 
 async def test_kv_that_a_session_names_stays_with_the_blocks_an_orphan_shared(
-    kv: SidecarUnderTest, clock: ManualClock, manager: FakeManager
+    kv: SidecarUnderTest, manager: FakeManager
 ) -> None:
     kept = await kv.save(PROMPT)
     own_bytes = kv.disk_bytes()
     await kv.save(OTHER_END, session_id="ctx_2")
     manager.name(kept)
-    await pass_after(kv, clock, AFTER_S)
+    await pass_after(kv, AFTER_S)
 
     assert kv.manifest_files() == {kept.cache_ref}
     assert kv.disk_bytes() == own_bytes
@@ -104,7 +101,7 @@ async def test_what_was_saved_at_a_prompts_end_lives_and_goes_with_its_context(
         await kv.save(new.token_ids[:5], session_id=new.session_id, cache_ref=prompt_ref(new.cache_ref))
     await kv.save(PROMPT[:6], session_id="ctx_3", cache_ref=prompt_ref(new_cache_ref()))
     manager.name(named)
-    await pass_after(kv, clock, 2 * AFTER_S)
+    await pass_after(kv, 2 * AFTER_S)
 
     assert kv.manifest_files() == {named.cache_ref, prompt_ref(named.cache_ref)}
 
@@ -121,23 +118,21 @@ async def test_a_deleted_context_takes_what_was_saved_at_its_prompts_end_along(k
 
 
 async def test_nothing_is_asked_before_its_time_and_nothing_twice_within_it(
-    kv: SidecarUnderTest, clock: ManualClock, manager: FakeManager
+    kv: SidecarUnderTest, manager: FakeManager
 ) -> None:
     """A create's seal comes before its commit. Seen to fail with `due <= now` replaced by True in `find`."""
     new = await kv.save(PROMPT)
-    await pass_after(kv, clock, AFTER_S - 1)
+    await pass_after(kv, AFTER_S - 1)
 
     assert manager.questions == []
 
     manager.name(new)
-    clock.advance(s=1)
-    await kv.sidecar.collect()
-    await pass_after(kv, clock, AFTER_S - 1)
+    await kv.collect(s=1)
+    await pass_after(kv, AFTER_S - 1)
 
     assert manager.questions == [[new.cache_ref]]
 
-    clock.advance(s=1)
-    await kv.sidecar.collect()
+    await kv.collect(s=1)
 
     assert manager.questions == [[new.cache_ref]] * 2
 
@@ -167,19 +162,19 @@ async def test_a_file_of_the_future_waits_from_now(
     (manifest,) = (kv.settings.data_dir / "manifests").glob("*/*")
     future_s = clock.now_ms() / 1000 + 3600
     os.utime(manifest, (future_s, future_s))
-    await pass_after(kv, clock, AFTER_S)
+    await pass_after(kv, AFTER_S)
 
     assert kv.manifest_files() == set()
 
 
 @pytest.mark.parametrize("failure", [StoreUnavailable("silent"), InvalidRequest("not these")], ids=lambda e: e.code)
 async def test_without_a_usable_answer_nothing_is_freed_and_it_is_counted(
-    kv: SidecarUnderTest, clock: ManualClock, manager: FakeManager, failure: ContextCacheError
+    kv: SidecarUnderTest, manager: FakeManager, failure: ContextCacheError
 ) -> None:
     """Seen to fail with `return list(records)` in place of the silence."""
     new = await kv.save(PROMPT)
     manager.failure = failure
-    await pass_after(kv, clock, AFTER_S)
+    await pass_after(kv, AFTER_S)
 
     assert kv.manifest_files() == {new.cache_ref}
     assert kv.counted("failed_manager_questions_total") == 1
@@ -188,12 +183,12 @@ async def test_without_a_usable_answer_nothing_is_freed_and_it_is_counted(
 
 @pytest.mark.parametrize("answer", [[0, 1], [-1], [1 << 31]])
 async def test_an_answer_about_something_else_frees_nothing(
-    kv: SidecarUnderTest, clock: ManualClock, manager: FakeManager, answer: list[int]
+    kv: SidecarUnderTest, manager: FakeManager, answer: list[int]
 ) -> None:
     """Seen to fail (position -1 freed the last KV asked about) without the look at the positions."""
     new = await kv.save(PROMPT)
     manager.answer = answer
-    await pass_after(kv, clock, AFTER_S)
+    await pass_after(kv, AFTER_S)
 
     assert kv.manifest_files() == {new.cache_ref}
     assert kv.counted("failed_manager_questions_total") == 1
@@ -204,13 +199,13 @@ def warned(caplog: pytest.LogCaptureFixture) -> int:
 
 
 async def test_an_outage_is_logged_once_and_over_with_the_first_answer(
-    kv: SidecarUnderTest, clock: ManualClock, manager: FakeManager, caplog: pytest.LogCaptureFixture
+    kv: SidecarUnderTest, manager: FakeManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Seen to fail without `_is_silent`: one line for each pass."""
     await kv.save(PROMPT)
     manager.failure = StoreUnavailable("silent")
     with caplog.at_level(logging.WARNING, logger="kv_sidecar.orphans"):
-        await pass_after(kv, clock, AFTER_S)
+        await pass_after(kv, AFTER_S)
         await kv.sidecar.collect()
         await kv.sidecar.collect()
 
@@ -221,19 +216,19 @@ async def test_an_outage_is_logged_once_and_over_with_the_first_answer(
         await kv.sidecar.collect()
         await kv.save(PROMPT)
         manager.failure = StoreUnavailable("silent again")
-        await pass_after(kv, clock, AFTER_S)
+        await pass_after(kv, AFTER_S)
 
         assert warned(caplog) == 2
 
 
 async def test_questions_of_a_pass_end_in_time_and_the_rest_of_the_pass_is_made(
-    kv: SidecarUnderTest, clock: ManualClock, manager: FakeManager, monkeypatch: pytest.MonkeyPatch
+    kv: SidecarUnderTest, manager: FakeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen to hang without the time limit of a pass."""
     monkeypatch.setattr(orphans, "PASS_S", 0.01)
     new = await kv.save(PROMPT)
     manager.before_answer = lambda: asyncio.Event().wait()
-    await asyncio.wait_for(pass_after(kv, clock, AFTER_S), 30)
+    await asyncio.wait_for(pass_after(kv, AFTER_S), 30)
 
     assert kv.manifest_files() == {new.cache_ref}
     assert kv.counted("failed_manager_questions_total") == 1
@@ -252,13 +247,11 @@ async def test_a_pass_asks_about_so_many_beginning_with_what_waited_longest(
         await kv.sidecar.collect()
         clock.advance(s=1)
         manager.named.add((TENANT, saved[-1]))
-    clock.advance(s=AFTER_S)
-    await kv.sidecar.collect()
+    await kv.collect(s=AFTER_S)
 
     assert manager.questions == [saved[:2], saved[2:3]]
 
-    clock.advance(s=AFTER_S)
-    await kv.sidecar.collect()
+    await kv.collect(s=AFTER_S)
 
     assert manager.questions[2:] == [saved[3:5], saved[:1]]
 
@@ -277,7 +270,7 @@ async def test_what_one_answer_said_is_freed_although_the_next_question_failed(
             manager.failure = StoreUnavailable("gone in between")
 
     manager.before_answer = fail_from_the_second_on
-    await pass_after(kv, clock, AFTER_S + 1)
+    await pass_after(kv, AFTER_S + 1)
 
     assert kv.manifest_files() == {second.cache_ref}
 
@@ -293,7 +286,7 @@ async def test_a_refused_question_does_not_stand_in_the_way_of_others(
     clock.advance(s=1)
     await kv.save((*PROMPT, 1), session_id="ctx_2")
     manager.failure = InvalidRequest("not this one")
-    await pass_after(kv, clock, AFTER_S)
+    await pass_after(kv, AFTER_S)
     manager.failure = None
     await kv.sidecar.collect()
 
@@ -306,18 +299,18 @@ async def test_kv_touched_while_the_manager_was_asked_stays(
     """Whoever touches has a live session. Seen to fail with the drop by name alone."""
     new = await kv.save(PROMPT)
     manager.before_answer = lambda: kv.catalog.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS)
-    await pass_after(kv, clock, AFTER_S)
+    await pass_after(kv, AFTER_S)
 
     assert manager.questions == [[new.cache_ref]]
     assert kv.manifest_files() == {new.cache_ref}
 
 
 async def test_a_name_whose_kv_was_freed_as_nobodys_can_be_saved_under_again(
-    kv: SidecarUnderTest, clock: ManualClock, manager: FakeManager
+    kv: SidecarUnderTest, manager: FakeManager
 ) -> None:
     """A turn that outlived its lease committed the name all the same: a later turn may bring its KV back."""
     new = await kv.save(PROMPT)
-    await pass_after(kv, clock, AFTER_S)
+    await pass_after(kv, AFTER_S)
     again = await kv.save(PROMPT, cache_ref=new.cache_ref)
 
     assert again.cache_ref == new.cache_ref
@@ -347,6 +340,6 @@ async def test_a_save_in_flight_keeps_the_blocks_an_orphan_leaves(
 async def test_without_a_manager_everything_stays_until_its_time_is_over(tmp_path: Path, clock: ManualClock) -> None:
     async with SidecarUnderTest(tmp_path, clock=clock, orphan_after_s=AFTER_S) as kv:
         new = await kv.save(PROMPT)
-        await pass_after(kv, clock, 10 * AFTER_S)
+        await pass_after(kv, 10 * AFTER_S)
 
         assert kv.manifest_files() == {new.cache_ref}

@@ -215,11 +215,9 @@ async def test_kept_kv_lives_as_long_as_its_promise_and_is_not_replaced(kv: Side
     longer = replace(new, cache_ref=new_cache_ref(), token_ids=tokens(1, 12), retain_ms=0)
     await kv.send_all(longer)
     await kv.catalog.seal(longer.cache_ref, 0)
-    kv.clock.advance(ms=TTL_MS + 1000)
-    await kv.sidecar.collect()
+    await kv.collect(ms=TTL_MS + 1000)
     held = await kv.has(new)
-    kv.clock.advance(ms=HOUR_MS)
-    await kv.sidecar.collect()
+    await kv.collect(ms=HOUR_MS)
 
     assert promise.until_ms
     assert held
@@ -252,8 +250,7 @@ async def test_a_pin_stays_in_memory_and_returns_there_after_a_start(tmp_path: P
     async with kv_at(tmp_path, clock, **limits) as kv:
         await kv.sidecar.threads.idle()
         here = set(kv.in_memory())
-        clock.advance(ms=HOUR_MS)
-        await kv.sidecar.collect()
+        await kv.collect(ms=HOUR_MS)
 
         assert set(all_keys(kv.plan(pinned))) <= here
         assert kv.blocks.all_promised_bytes("pin") == 0
@@ -364,8 +361,7 @@ async def test_a_promise_that_ends_during_a_change_of_its_manifest_ends_once(
                 await kv.catalog.manifests.lose(lambda: [kv.catalog.manifests.get(new.cache_ref)])
             case "delete":
                 await kv.sidecar.delete(TENANT, "ctx_1", [])
-    kv.clock.advance(ms=2 * HOUR_MS)
-    await kv.sidecar.collect()
+    await kv.collect(ms=2 * HOUR_MS)
     await kv.sidecar.delete(TENANT, "ctx_1", [])
     await kv.sidecar.collect()
 
@@ -380,8 +376,7 @@ async def test_a_hit_of_kept_kv_does_not_shorten_its_promise(kv: SidecarUnderTes
     kv.catalog.retention.use(new.cache_ref, kv.clock.now_ms() + TTL_MS)
     promise = await retain(kv, new, retain_ms=2 * HOUR_MS)
     await kv.sidecar.collect()
-    kv.clock.advance(ms=TTL_MS)
-    await kv.sidecar.collect()
+    await kv.collect(ms=TTL_MS)
 
     assert kv.clock.now_ms() < promise.until_ms
     assert await kv.has(new)

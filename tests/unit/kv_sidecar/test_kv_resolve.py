@@ -86,8 +86,7 @@ async def test_nothing_to_load_is_an_answer_with_its_reason(pods: Pods) -> None:
 
 async def test_another_tenants_ref_is_reported_like_one_that_does_not_exist(pods: Pods) -> None:
     theirs = await pods.here.save(DOCUMENT)
-    open_save = new_save(DOCUMENT, now_ms=pods.here.clock.now_ms())
-    await pods.here.send_all(open_save)
+    open_save = await pods.here.sent(DOCUMENT)
     refs = (theirs.cache_ref, open_save.cache_ref, new_cache_ref())
     async with asyncio.timeout(5):
         told = [await pods.ask(ref, tenant="other", tokens_min=1, pull_wait_ms=LONG_MS) for ref in refs]
@@ -98,8 +97,7 @@ async def test_another_tenants_ref_is_reported_like_one_that_does_not_exist(pods
 
 
 async def test_a_seal_ends_the_wait_for_kv_that_is_being_saved(pods: Pods) -> None:
-    new = new_save(DOCUMENT, now_ms=pods.here.clock.now_ms())
-    await pods.here.send_all(new)
+    new = await pods.here.sent(DOCUMENT)
     asked = asyncio.create_task(pods.ask(new.cache_ref, pull_wait_ms=LONG_MS))
     await pods.waits(asked)
     assert await pods.here.catalog.seal(new.cache_ref, 0)
@@ -132,8 +130,7 @@ async def test_the_end_of_a_save_without_a_manifest_ends_the_wait(pods: Pods) ->
 
 async def test_the_end_of_the_time_ends_the_wait_with_the_best_that_is_here(pods: Pods) -> None:
     older = await pods.here.save(DOCUMENT[:10])
-    new = new_save(DOCUMENT, now_ms=pods.here.clock.now_ms())
-    await pods.here.send_all(new)
+    new = await pods.here.sent(DOCUMENT)
     async with asyncio.timeout(30):
         found = await pods.ask(new.cache_ref, older.cache_ref, pull_wait_ms=0)
         alone = await pods.ask(new.cache_ref, pull_wait_ms=0)

@@ -150,7 +150,7 @@ async def test_a_context_whose_load_begins_while_room_is_made_is_not_pushed_out(
         await blocks.aclose()
 
 
-async def test_a_fork_of_a_context_that_is_being_lost_is_lost_with_it(tmp_path: Path, monkeypatch) -> None:
+async def test_a_fork_of_a_context_that_is_being_lost_is_lost_with_it(tmp_path: Path) -> None:
     """Seen failing: the holders of a wrong block were looked up before the lock of all manifests."""
     async with SidecarUnderTest(tmp_path, clock=ManualClock(), memory_limit_bytes=0) as kv:
         new = await kv.save(tokens(0))

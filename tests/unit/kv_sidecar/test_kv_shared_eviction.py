@@ -107,23 +107,21 @@ async def three_contexts(kv: SidecarUnderTest, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("limit", ["store_limit_bytes", "store_tenant_limit_bytes"])
-async def test_what_was_used_longest_ago_leaves_a_full_store_and_its_pod_still_has_it(pod, clock, tmp_path, limit):
+async def test_what_was_used_longest_ago_leaves_a_full_store_and_its_pod_still_has_it(pod, tmp_path, limit):
     async with pod("a") as kv:
         await three_contexts(kv, tmp_path)
         size_bytes = stored_bytes(tmp_path)
     async with pod("a", **{limit: size_bytes}) as kv:
-        clock.advance(s=10)
-        await kv.sidecar.collect_shared()
+        await kv.collect_shared(s=10)
         assert sessions(tmp_path) == {"ctx_100", "ctx_200"}
         assert kv.counted("store_evicted_contexts_total") == 1
         assert kv.counted("store_tenant_bytes", tenant=TENANT) == stored_bytes(tmp_path) < size_bytes
         assert len(kv.manifest_files()) == 3
 
 
-async def test_every_pod_shows_what_the_one_that_collected_has_counted(pod, clock, tmp_path):
+async def test_every_pod_shows_what_the_one_that_collected_has_counted(pod, tmp_path):
     async with pod("a") as kv:
-        await kv.save(tuple(range(10)))
-        await written(kv)
+        await kv.share(tuple(range(10)))
         await kv.sidecar.collect_shared()
     async with pod("b", store_interval_s=10_000) as kv:
         await kv.sidecar.collect_shared()
@@ -131,7 +129,7 @@ async def test_every_pod_shows_what_the_one_that_collected_has_counted(pod, cloc
 
 
 @pytest.mark.parametrize("use", ["loaded where it is", "fetched elsewhere"])
-async def test_what_is_used_is_noted_and_stays(pod, clock, tmp_path, use):
+async def test_what_is_used_is_noted_and_stays(pod, tmp_path, use):
     async with pod("a") as kv:
         refs = await three_contexts(kv, tmp_path)
         size_bytes = stored_bytes(tmp_path)
@@ -142,23 +140,19 @@ async def test_what_is_used_is_noted_and_stays(pod, clock, tmp_path, use):
         if use == "fetched elsewhere":
             await brought(kv, refs[0])
             await written(kv)
-        clock.advance(s=10)
-        await kv.sidecar.collect_shared()
+        await kv.collect_shared(s=10)
     assert sessions(tmp_path) == {"ctx_0", "ctx_200"}
 
 
-async def test_a_context_that_left_is_written_whole_again_with_its_next_turn(pod, clock, tmp_path):
+async def test_a_context_that_left_is_written_whole_again_with_its_next_turn(pod, tmp_path):
     async with pod("a") as kv:
         await three_contexts(kv, tmp_path)
         async with pod("b", store_limit_bytes=stored_bytes(tmp_path)) as other:
-            clock.advance(s=10)
-            await other.sidecar.collect_shared()
+            await other.collect_shared(s=10)
         assert sessions(tmp_path) == {"ctx_100", "ctx_200"}
-        new = await kv.save(tuple(range(12)), session_id="ctx_0")
-        await written(kv)
+        new = await kv.share(tuple(range(12)), session_id="ctx_0")
     async with pod("c") as kv:
-        await brought(kv, new.cache_ref)
-        assert await kv.load(new) == ["object"] * 3
+        assert await kv.fetch(new) == ["object"] * 3
 
 
 async def test_what_a_crash_left_of_a_context_that_was_leaving_is_collected(pod, clock, tmp_path, monkeypatch):
@@ -174,32 +168,26 @@ async def test_what_a_crash_left_of_a_context_that_was_leaving_is_collected(pod,
     monkeypatch.undo()
     async with pod("c", store_grace_s=60, orphan_after_s=10 * HOUR_S) as kv:
         for _ in range(2):
-            clock.advance(s=120)
-            await kv.sidecar.collect_shared()
+            await kv.collect_shared(s=120)
     assert sessions(tmp_path) == {"ctx_100", "ctx_200"}
     assert stored_bytes(tmp_path) < size_bytes
 
 
-async def test_the_collector_forgets_manifests_of_a_tenant_that_has_left_the_store(pod, clock):
+async def test_the_collector_forgets_manifests_of_a_tenant_that_has_left_the_store(pod):
     """Seen failing: it remembered them for the life of the process."""
     async with pod("a") as kv:
-        new = await kv.save(tuple(range(10)), tenant="gone")
-        await written(kv)
-        clock.advance(s=10)
-        await kv.sidecar.collect_shared()
+        new = await kv.share(tuple(range(10)), tenant="gone")
+        await kv.collect_shared(s=10)
         collector = kv.sidecar._shared_collector
         assert len(collector._seen) == 1
         await kv.sidecar.delete("gone", new.session_id, [])
-        clock.advance(s=10)
-        await kv.sidecar.collect_shared()
+        await kv.collect_shared(s=10)
         assert not collector._seen
 
 
-async def test_a_tenant_may_be_named_like_the_collectors_object(pod, clock):
+async def test_a_tenant_may_be_named_like_the_collectors_object(pod):
     """Seen failing: in a mounted directory one of both was in the place of the other, and nothing was collected."""
     async with pod("a") as kv:
-        new = await kv.save(tuple(range(10)), tenant=COLLECTOR.lstrip("."))
-        await written(kv)
-        clock.advance(s=10)
-        await kv.sidecar.collect_shared()
+        new = await kv.share(tuple(range(10)), tenant=COLLECTOR.lstrip("."))
+        await kv.collect_shared(s=10)
         assert kv.sidecar._shared_collector.bytes_by_tenant.keys() == {new.tenant}

@@ -59,8 +59,7 @@ def told(kv: SidecarUnderTest) -> dict[str, float]:
 
 async def test_a_conversation_whose_pod_is_gone_is_found_and_loaded_on_another(pod):
     async with pod("a") as kv:
-        kept = await kv.save(SAID, session_id=GROUP)
-        await written(kv)
+        kept = await kv.share(SAID, session_id=GROUP)
 
     async with pod("b") as kv:
         assert await find(kv, (*SAID, 30, 31, 32, 33, 34)) == [Found(kept.cache_ref, len(SAID))]
@@ -78,8 +77,7 @@ async def test_a_conversation_whose_pod_is_gone_is_found_and_loaded_on_another(p
 async def test_of_a_conversation_that_was_edited_what_both_begin_with_comes_in_whole_blocks(pod, tmp_path):
     async with pod("a") as kv:
         await kv.save((9, 9, 9, 9, 9, 9), session_id=GROUP)
-        kept = await kv.save(SAID, session_id=GROUP)
-        await written(kv)
+        kept = await kv.share(SAID, session_id=GROUP)
     there = objects(tmp_path)
 
     async with pod("b") as kv:
@@ -97,8 +95,7 @@ async def test_kv_that_cannot_be_cut_is_taken_whole_or_not_at_all(pod):
         KVGroup("sliding_window", 4, ((0, 2), (18, 22)), 4, "b0" * 8),
     )
     async with pod("a") as kv:
-        kept = await kv.save(SAID, session_id=GROUP, groups=groups)
-        await written(kv)
+        kept = await kv.share(SAID, session_id=GROUP, groups=groups)
 
     async with pod("b") as kv:
         assert await find(kv, (*SAID[:14], 70, 71, 72)) == []
@@ -108,24 +105,22 @@ async def test_kv_that_cannot_be_cut_is_taken_whole_or_not_at_all(pod):
         assert await kv.load(kept)
 
 
-async def test_of_many_turns_about_one_manifest_is_left_and_each_block_once(pod, tmp_path, clock):
+async def test_of_many_turns_about_one_manifest_is_left_and_each_block_once(pod, tmp_path):
     said = SAID
     async with pod("a") as kv:
         for turn in range(20):
             await find(kv, said)  # what is named is replaced when the time to load it is over
-            await kv.save(said, session_id=GROUP)
-            await written(kv)
+            await kv.share(said, session_id=GROUP)
             said = (*said, *range(100 * turn, 100 * turn + 7))
         assert kinds(tmp_path)["manifests"] > 1
-        clock.advance(ms=STAYS_MS)
-        await kv.sidecar.collect()
+        await kv.collect(ms=STAYS_MS)
         await written(kv)
         await until(lambda: kinds(tmp_path)["manifests"] == 1, what="one is left")
         files = len(kv.block_files())
     assert kinds(tmp_path) == {"blocks": files, "holders": files, "sessions": 1, "manifests": 1}
 
 
-async def test_what_is_replaced_before_its_turn_comes_is_never_written(pod, tmp_path, monkeypatch):
+async def test_what_is_replaced_before_its_turn_comes_is_never_written(pod, monkeypatch):
     put, listed = [], []
     async with pod("a") as kv:
         shared = kv.sidecar.shared
@@ -155,10 +150,8 @@ async def test_what_is_replaced_before_its_turn_comes_is_never_written(pod, tmp_
 @pytest.mark.parametrize("goes", [False, True], ids=["stays here", "leaves this pod"])
 async def test_what_stands_for_nothing_in_the_store_takes_nothing_away_there(pod, goes):
     async with pod("a", store_queue_max=1) as kv:
-        await kv.save((9, 9, 9, 9, 9), session_id=GROUP)
-        await written(kv)
-        first = await kv.save(SAID, session_id=GROUP)
-        await written(kv)
+        await kv.share((9, 9, 9, 9, 9), session_id=GROUP)
+        first = await kv.share(SAID, session_id=GROUP)
         await kv.sidecar.shared.close()
         await kv.save((*SAID, 30, 31, 32), session_id=GROUP)
         await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")  # for which the other gives way
@@ -238,8 +231,7 @@ async def test_what_was_not_written_before_a_kill_is_after_the_restart(pod, tmp_
 async def test_a_delete_leaves_nothing_in_the_store(pod, tmp_path, where):
     async with pod("a") as kv:
         await kv.save(SAID, session_id=GROUP)
-        await kv.save((*SAID[:6], 50, 51), session_id=GROUP)
-        await written(kv)
+        await kv.share((*SAID[:6], 50, 51), session_id=GROUP)
         if where == "a":
             await kv.sidecar.delete(TENANT, GROUP, [])
     if where == "b":
@@ -253,8 +245,7 @@ async def test_a_delete_leaves_nothing_in_the_store(pod, tmp_path, where):
 async def test_a_delete_returns_when_the_writer_has_ended_and_leaves_nothing(pod, tmp_path, writer):
     async with pod("a") as kv:
         if writer != "writes it":
-            await kv.save(SAID[:10], session_id=GROUP)
-            await written(kv)
+            await kv.share(SAID[:10], session_id=GROUP)
         call = "put" if writer == "writes it" else "delete"
         held = Held(kv.sidecar.shared.stored.objects, call, "/blocks/")
         await kv.save(SAID, session_id=GROUP)
@@ -270,8 +261,7 @@ async def test_a_delete_returns_when_the_writer_has_ended_and_leaves_nothing(pod
 
 async def test_a_delete_that_its_caller_does_not_wait_for_is_carried_out(pod, tmp_path):
     async with pod("a") as kv:
-        await kv.save(SAID, session_id=GROUP)
-        await written(kv)
+        await kv.share(SAID, session_id=GROUP)
         held = Held(kv.sidecar.shared.stored.objects, "delete", "/manifests/")
         delete = asyncio.create_task(kv.sidecar.delete(TENANT, GROUP, []))
         await held.has_come.wait()
@@ -321,8 +311,7 @@ async def test_what_was_deleted_while_the_store_was_away_is_not_found_again_and_
     pod, tmp_path, clock, monkeypatch
 ):
     async with pod("a") as kv:
-        kept = await kv.save(SAID, session_id=GROUP)
-        await written(kv)
+        kept = await kv.share(SAID, session_id=GROUP)
     async with pod("b") as kv:
         clock.advance(s=60)
         monkeypatch.setattr(writer, "BACKOFF_S", 60.0)
@@ -342,8 +331,7 @@ async def test_surplus_that_the_store_does_not_let_go_of_is_one_piece_of_work(po
     async with pod("a") as kv:
         shared = kv.sidecar.shared
         monkeypatch.setattr(writer, "BACKOFF_S", 0.0)
-        await kv.save(SAID, session_id=GROUP)
-        await written(kv)
+        await kv.share(SAID, session_id=GROUP)
         refuse(shared.stored.objects, "delete", monkeypatch)
         await kv.save((*SAID, 30, 31, 32, 33, 34), session_id=GROUP)
 
@@ -360,8 +348,7 @@ async def test_surplus_that_the_store_does_not_let_go_of_is_one_piece_of_work(po
 
 async def test_a_delete_that_waits_for_the_store_is_not_lost_for_turns_that_come_meanwhile(pod, tmp_path, monkeypatch):
     async with pod("a", store_queue_max=2) as kv:
-        await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")
-        await written(kv)
+        await kv.share((7, 7, 7, 7, 7), session_id="ctx_1")
         shared = kv.sidecar.shared
         await shared.close()
         refuse(shared.stored.objects, "delete", monkeypatch)
@@ -379,12 +366,10 @@ async def test_a_delete_that_waits_for_the_store_is_not_lost_for_turns_that_come
 
 async def test_it_ends_with_its_life_and_no_manager_is_asked(pod, clock, tmp_path):
     async with pod("a") as kv:
-        await kv.save(SAID, session_id=GROUP)
-        await written(kv)
+        await kv.share(SAID, session_id=GROUP)
     settings = {"store_grace_s": 60, "orphan_after_s": 60, "manager": NamedRefs()}
     async with pod("b", **settings) as kv:
-        clock.advance(ms=TTL_MS - 1000)
-        await kv.sidecar.collect_shared()
+        await kv.collect_shared(ms=TTL_MS - 1000)
         assert kinds(tmp_path)["manifests"] == 1
         clock.advance(s=60)
         assert await find(kv, (*SAID, 30, 31, 32, 33, 34)) == []
@@ -394,8 +379,7 @@ async def test_it_ends_with_its_life_and_no_manager_is_asked(pod, clock, tmp_pat
 
 async def test_what_is_used_lives_on_in_the_store_too(pod, clock):
     async with pod("a") as kv:
-        kept = await kv.save(SAID, session_id=GROUP)
-        await written(kv)
+        kept = await kv.share(SAID, session_id=GROUP)
         clock.advance(ms=TTL_MS // 2)
         await find(kv, SAID, expires_at_ms=clock.now_ms() + TTL_MS)
         await kv.sidecar.collect()
@@ -404,16 +388,13 @@ async def test_what_is_used_lives_on_in_the_store_too(pod, clock):
         assert (await kv.sidecar.shared.manifest(TENANT, kept.cache_ref)).expires_at_ms > clock.now_ms()
 
 
-async def test_a_full_store_loses_what_is_kept_before_a_context(pod, clock, tmp_path):
+async def test_a_full_store_loses_what_is_kept_before_a_context(pod, tmp_path):
     async with pod("a") as kv:
-        await kv.save(tuple(range(200, 222)), session_id="ctx_1")
-        await written(kv)
-        await kv.save(SAID, session_id=GROUP)
-        await written(kv)
+        await kv.share(tuple(range(200, 222)), session_id="ctx_1")
+        await kv.share(SAID, session_id=GROUP)
         size_bytes = sum(path.stat().st_size for path in (tmp_path / "store").rglob("blocks/*"))
     async with pod("b", store_limit_bytes=round(size_bytes / 1.5)) as kv:
-        clock.advance(s=60)
-        await kv.sidecar.collect_shared()
+        await kv.collect_shared(s=60)
     assert sessions(tmp_path) == {"ctx_1"}
 
 
@@ -457,8 +438,7 @@ async def test_only_a_conversation_s_name_is_looked_for(pod, monkeypatch, group)
 
 async def test_another_tenant_of_the_same_conversation_s_name_finds_nothing(pod):
     async with pod("a") as kv:
-        await kv.save(SAID, session_id=GROUP)
-        await written(kv)
+        await kv.share(SAID, session_id=GROUP)
     async with pod("b") as kv:
         assert await find(kv, (*SAID, 30, 31), tenant="other") == []
 
@@ -476,8 +456,7 @@ async def test_where_a_peer_was_named_the_store_is_not_asked(pod, tmp_path, cloc
 
 async def test_a_silent_store_costs_a_moment_and_is_left_alone_for_a_while(pod, clock):
     async with pod("a") as kv:
-        ours = await kv.save(SAID[:8], session_id="ctx_1")
-        await written(kv)
+        ours = await kv.share(SAID[:8], session_id="ctx_1")
         arrived = Held(kv.sidecar.shared, "of_group").has_come
         assert [one.cache_ref for one in await find(kv, SAID, ask_s=0.001)] == [ours.cache_ref]
         for number in range(5):
@@ -511,8 +490,7 @@ async def test_only_so_many_questions_wait_for_the_store_at_once(pod):
 
 async def test_wrong_bytes_in_the_store_are_a_miss_and_not_named_again_at_once(pod, tmp_path):
     async with pod("a") as kv:
-        kept = await kv.save(SAID, session_id=GROUP)
-        await written(kv)
+        kept = await kv.share(SAID, session_id=GROUP)
     flip_last_bytes(tmp_path)
 
     async with pod("b") as kv:

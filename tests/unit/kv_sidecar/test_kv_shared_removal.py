@@ -38,8 +38,7 @@ def kv_settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 async def with_its_prompt(kv: SidecarUnderTest) -> NewSave:
     """Save a context of a model with windows: the end of its prompt is KV of its own."""
     new = await kv.save(TEN, session_id="ctx_1")
-    await kv.save(TEN[:7], session_id="ctx_1", cache_ref=prompt_ref(new.cache_ref))
-    await written(kv)
+    await kv.share(TEN[:7], session_id="ctx_1", cache_ref=prompt_ref(new.cache_ref))
     return new
 
 
@@ -81,19 +80,18 @@ async def test_a_removal_that_the_store_refuses_does_not_slow_the_writes(
 
 @pytest.mark.parametrize("is_named", [True, False])
 async def test_the_end_of_a_prompt_goes_from_the_store_with_its_context_and_never_takes_it_along(
-    pod, tmp_path, clock, is_named
+    pod, tmp_path, is_named
 ):
     async with pod("a") as kv:
         new = await with_its_prompt(kv)
     there = objects(tmp_path)
 
     async with pod("b", manager=NamedRefs(*[new.cache_ref] * is_named)) as kv:
-        clock.advance(s=120)
-        await kv.sidecar.collect_shared()
+        await kv.collect_shared(s=120)
         assert objects(tmp_path) == (there if is_named else set())
 
 
-async def test_the_end_of_a_prompt_whose_context_has_left_the_store_goes_alone(pod, tmp_path, clock):
+async def test_the_end_of_a_prompt_whose_context_has_left_the_store_goes_alone(pod, tmp_path):
     async with pod("a") as kv:
         new = await with_its_prompt(kv)
         shared = kv.sidecar.shared
@@ -101,24 +99,20 @@ async def test_the_end_of_a_prompt_whose_context_has_left_the_store_goes_alone(p
     assert manifests(tmp_path) == {prompt_ref(new.cache_ref)}
 
     async with pod("b", manager=NamedRefs(new.cache_ref)) as kv:
-        clock.advance(s=120)
-        await kv.sidecar.collect_shared()
+        await kv.collect_shared(s=120)
     assert objects(tmp_path) == set()
 
 
-async def test_a_copy_under_a_name_that_is_none_keeps_nothing_else_in_the_store(pod, tmp_path, clock):
+async def test_a_copy_under_a_name_that_is_none_keeps_nothing_else_in_the_store(pod, tmp_path):
     async with pod("a") as kv:
-        new = await kv.save(TEN)
-        await written(kv)
+        new = await kv.share(TEN)
     stored = tmp_path / "store" / TENANT / "manifests"
     (stored / "copy").write_bytes((stored / new.cache_ref).read_bytes())
 
     async with pod("b", manager=NamedRefs()) as kv:
-        clock.advance(s=120)
-        await kv.sidecar.collect_shared()
+        await kv.collect_shared(s=120)
         assert manifests(tmp_path) == {"copy"}
-        clock.advance(s=2 * HOUR_S)
-        await kv.sidecar.collect_shared()
+        await kv.collect_shared(s=2 * HOUR_S)
     assert objects(tmp_path) == set()
 
 
@@ -132,11 +126,10 @@ async def test_the_end_of_a_prompt_that_lacks_a_block_takes_no_context_out_of_th
         await brought(kv, prompt_ref(new.cache_ref))
         await kv.sidecar.shared.flush(60)
         assert manifests(tmp_path) == {new.cache_ref}
-        await brought(kv, new.cache_ref)
-        assert await kv.load(new) == ["object"] * 3
+        assert await kv.fetch(new) == ["object"] * 3
 
 
-async def test_the_end_of_a_prompt_that_alone_is_on_a_pod_takes_no_context_out_of_the_store(pod, tmp_path, clock):
+async def test_the_end_of_a_prompt_that_alone_is_on_a_pod_takes_no_context_out_of_the_store(pod, tmp_path):
     async with pod("a") as kv:
         new = await with_its_prompt(kv)
     there = objects(tmp_path)
@@ -144,8 +137,7 @@ async def test_the_end_of_a_prompt_that_alone_is_on_a_pod_takes_no_context_out_o
     async with pod("b", manager=NamedRefs(new.cache_ref), orphan_after_s=60) as kv:
         await brought(kv, prompt_ref(new.cache_ref))
         await kv.sidecar.collect()
-        clock.advance(s=60)
-        await kv.sidecar.collect()
+        await kv.collect(s=60)
         assert kv.manifest_files() == set()
         await kv.sidecar.collect_shared()
         await kv.sidecar.shared.flush(60)
@@ -166,8 +158,7 @@ async def test_a_removal_cut_short_after_its_manifest_leaves_nothing_when_it_is_
     pod, tmp_path, monkeypatch, how
 ):
     async with pod("a") as kv:
-        new = await kv.save(tuple(range(30)), session_id="ctx_1")
-        await written(kv)
+        new = await kv.share(tuple(range(30)), session_id="ctx_1")
     async with pod("b") as kv:
         store = kv.sidecar.shared.stored.objects
         if how == "refused":
@@ -191,8 +182,7 @@ async def test_a_delete_that_is_tried_again_leaves_what_was_made_anew_under_the_
     pod, tmp_path, clock, monkeypatch, refused, where
 ):
     async with pod("a") as kv, pod("b") as other:
-        old = await kv.save(TEN, session_id="my-chat")
-        await written(kv)
+        old = await kv.share(TEN, session_id="my-chat")
         clock.advance(ms=round(time.time() * 1000) - clock.now_ms())
         refuse(kv.sidecar.shared.stored.objects, refused, monkeypatch)
         await kv.sidecar.delete(TENANT, "my-chat", [old.cache_ref])
@@ -209,8 +199,7 @@ async def test_a_delete_that_is_tried_again_leaves_what_was_made_anew_under_the_
         await kv.sidecar.shared.flush(60)
         assert manifests(tmp_path) == {new.cache_ref}
     async with pod("c") as kv:
-        await brought(kv, new.cache_ref)
-        assert await kv.load(new) == ["object"] * 3
+        assert await kv.fetch(new) == ["object"] * 3
 
 
 async def test_a_delete_that_waits_for_the_writer_leaves_what_is_made_anew_meanwhile(pod, tmp_path, clock, monkeypatch):
@@ -237,8 +226,7 @@ async def test_a_delete_that_waits_for_the_writer_leaves_what_is_made_anew_meanw
 
 async def test_a_tidying_cut_short_after_a_manifest_leaves_nothing_when_it_is_tried_again(pod, tmp_path, monkeypatch):
     async with pod("a") as kv:
-        await kv.save(TEN, session_id=GROUP)
-        await written(kv)
+        await kv.share(TEN, session_id=GROUP)
         refuse(kv.sidecar.shared.stored.objects, "delete", monkeypatch, "/holders/")
         new = await kv.save((*TEN, *range(20, 30)), session_id=GROUP)
         await until(lambda: manifests(tmp_path) == {new.cache_ref}, what="the shorter one's manifest has gone")
@@ -250,8 +238,7 @@ async def test_a_tidying_cut_short_after_a_manifest_leaves_nothing_when_it_is_tr
 @pytest.mark.parametrize("session", ["ctx_1", GROUP])
 async def test_a_delete_that_is_given_up_while_the_disk_is_at_it_reaches_the_store(pod, tmp_path, session):
     async with pod("a") as kv:
-        await kv.save(TEN, session_id=session)
-        await written(kv)
+        await kv.share(TEN, session_id=session)
         held = Held(kv.catalog, "_delete")
         asked = asyncio.create_task(kv.sidecar.delete(TENANT, session, []))
         await held.has_come.wait()
@@ -266,8 +253,7 @@ async def test_a_delete_that_is_given_up_while_the_disk_is_at_it_reaches_the_sto
 
 async def test_the_end_of_a_pod_removes_what_the_store_did_not_take(pod, tmp_path, monkeypatch):
     async with pod("a") as kv:
-        new = await kv.save(TEN, session_id="ctx_1")
-        await written(kv)
+        new = await kv.share(TEN, session_id="ctx_1")
         await kv.sidecar.shared.close()
         refuse(kv.sidecar.shared.stored.objects, "delete", monkeypatch)
         await kv.sidecar.delete(TENANT, "ctx_1", [new.cache_ref])
@@ -280,8 +266,7 @@ async def test_the_end_of_a_pod_removes_what_the_store_did_not_take(pod, tmp_pat
 @pytest.mark.parametrize("session", ["", "ctx_1"])
 async def test_a_turn_dropped_while_it_is_written_leaves_what_its_context_had_before(pod, tmp_path, session):
     async with pod("a") as kv:
-        await kv.save(TEN[:5], session_id="ctx_1")
-        await written(kv)
+        await kv.share(TEN[:5], session_id="ctx_1")
         before = objects(tmp_path)
         held = Held(kv.sidecar.shared.stored.objects, "put", "/blocks/")
         new = await kv.save((*TEN[:5], *range(50, 70)), session_id="ctx_1")
@@ -297,8 +282,7 @@ async def test_a_turn_dropped_while_it_is_written_leaves_what_its_context_had_be
 
 async def test_a_turn_that_goes_here_while_it_is_written_leaves_what_its_context_had_before(pod, tmp_path):
     async with pod("a") as kv:
-        await kv.save(TEN[:5], session_id="ctx_1")
-        await written(kv)
+        await kv.share(TEN[:5], session_id="ctx_1")
         before = objects(tmp_path)
         held = Held(kv.sidecar.shared.stored.objects, "put", "/blocks/")
         new = await kv.save((*TEN[:5], *range(50, 90)), session_id="ctx_1")
@@ -329,8 +313,7 @@ async def test_kv_dropped_when_it_is_half_written_and_waits_again_leaves_nothing
 
 async def test_a_dropped_turn_does_not_wait_for_another_of_its_context_that_is_written(pod, tmp_path):
     async with pod("a") as kv:
-        old = await kv.save(TEN[:5], session_id="ctx_1")
-        await written(kv)
+        old = await kv.share(TEN[:5], session_id="ctx_1")
         held = Held(kv.sidecar.shared.stored.objects, "put", "/blocks/")
         new = await kv.save(TEN, session_id="ctx_1")
         await held.has_come.wait()
@@ -341,14 +324,12 @@ async def test_a_dropped_turn_does_not_wait_for_another_of_its_context_that_is_w
         await written(kv)
         assert kv.counted("store_writes_total", outcome="written") == 2
     async with pod("b") as kv:
-        await brought(kv, new.cache_ref)
-        assert await kv.load(new) == ["object"] * 3
+        assert await kv.fetch(new) == ["object"] * 3
 
 
 async def test_a_use_that_is_noted_beside_a_delete_leaves_nothing(pod, tmp_path):
     async with pod("a") as kv:
-        new = await kv.save(TEN, session_id="ctx_1")
-        await written(kv)
+        new = await kv.share(TEN, session_id="ctx_1")
         held = Held(kv.sidecar.shared.stored.objects, "put", "/sessions/")
         kv.sidecar.shared.note_use(TENANT, "ctx_1", new.cache_ref)
         await held.has_come.wait()
@@ -361,27 +342,23 @@ async def test_a_use_that_is_noted_beside_a_delete_leaves_nothing(pod, tmp_path)
     assert objects(tmp_path) == set()
 
 
-async def test_a_context_used_since_the_listing_that_it_should_leave_by_stays_whole(pod, tmp_path):
+async def test_a_context_used_since_the_listing_that_it_should_leave_by_stays_whole(pod):
     async with pod("a") as kv, pod("b", store_limit_bytes=1) as other:
-        await kv.save(TEN, session_id="ctx_1")
-        await written(kv)
+        await kv.share(TEN, session_id="ctx_1")
         held = Held(other.sidecar.shared, "evict")
         collect = asyncio.create_task(other.sidecar.collect_shared())
         await held.has_come.wait()
-        new = await kv.save((*TEN, *range(20, 30)), session_id="ctx_1")
-        await written(kv)
+        new = await kv.share((*TEN, *range(20, 30)), session_id="ctx_1")
         held.may_go_on.set()
         await collect
         assert other.counted("store_evicted_contexts_total") == 0
     async with pod("c") as kv:
-        await brought(kv, new.cache_ref)
-        assert await kv.load(new) == ["object"] * 5
+        assert await kv.fetch(new) == ["object"] * 5
 
 
 async def test_a_context_that_is_being_written_does_not_leave_the_store(pod, tmp_path):
     async with pod("a") as kv:
-        await kv.save(TEN, session_id="ctx_1")
-        await written(kv)
+        await kv.share(TEN, session_id="ctx_1")
         refs = manifests(tmp_path)
         held = Held(kv.sidecar.shared.stored.objects, "put", "/blocks/")
         await kv.save((*TEN, *range(20, 30)), session_id="ctx_1")
@@ -395,8 +372,7 @@ async def test_a_context_that_is_being_written_does_not_leave_the_store(pod, tmp
 
 async def listing_of(kv: SidecarUnderTest, tmp_path: Path) -> StoredSession:
     """Save a context, and return what a listing tells of it before anything else comes."""
-    await kv.save(TEN, session_id="ctx_1")
-    await written(kv)
+    await kv.share(TEN, session_id="ctx_1")
     files = {name.split("/")[2] for name in objects(tmp_path, "blocks/")}
     listing = StoredSession(manifests(tmp_path), files, round(time.time() * 1000))
     await until(lambda: time.time() * 1000 > listing.used_at_ms + 1, what="it is later")
@@ -423,8 +399,7 @@ async def test_a_turn_written_while_its_context_leaves_the_store_is_whole_there_
         await written(kv)
         known = kv.sidecar.shared.stored.known
         assert len(known) == len(known.of((TENANT, "ctx_1")).blocks)
-        await brought(third, new.cache_ref)
-        assert await third.load(new) == ["object"] * 5
+        assert await third.fetch(new) == ["object"] * 5
 
 
 @pytest.mark.parametrize("where", ["a", "b"], ids=["by its own pod", "by another pod"])
@@ -435,16 +410,13 @@ async def test_a_context_written_between_the_blocks_that_leave_is_whole_with_its
         leaves = Held(shared.stored.objects, "delete", "/holders/")
         evict = asyncio.create_task(shared.evict(TENANT, "ctx_1", listing))
         await leaves.has_come.wait()
-        new = await kv.save((*TEN, *range(20, 30)), session_id="ctx_1")
-        await written(kv)
+        new = await kv.share((*TEN, *range(20, 30)), session_id="ctx_1")
         leaves.may_go_on.set()
         await evict
         await written(kv)
         if where == "b":
-            new = await kv.save((*TEN, *range(20, 30)), session_id="ctx_1")
-            await written(kv)
-        await brought(third, new.cache_ref)
-        assert await third.load(new) == ["object"] * 5
+            new = await kv.share((*TEN, *range(20, 30)), session_id="ctx_1")
+        assert await third.fetch(new) == ["object"] * 5
 
 
 async def test_a_pass_removes_the_lists_of_release_0_1_0(pod, tmp_path):
@@ -458,8 +430,7 @@ async def test_a_pass_removes_the_lists_of_release_0_1_0(pod, tmp_path):
 async def test_nothing_is_remembered_of_contexts_that_are_gone(pod):
     async with pod("a") as kv:
         for number in range(3):
-            new = await kv.save(TEN, session_id=f"ctx_{number}")
-            await written(kv)
+            new = await kv.share(TEN, session_id=f"ctx_{number}")
             await kv.sidecar.delete(TENANT, new.session_id, [new.cache_ref])
         assert (len(kv.sidecar.shared.stored.known._sessions), len(kv.sidecar.shared.stored.known)) == (0, 0)
 
@@ -500,8 +471,7 @@ def test_a_block_that_was_let_go_of_while_it_was_written_is_not_trusted():
 
 async def test_a_directory_has_no_empty_directories_of_contexts_that_are_gone(pod, tmp_path):
     async with pod("a") as kv:
-        await kv.save(TEN, session_id="ctx_1")
-        await written(kv)
+        await kv.share(TEN, session_id="ctx_1")
         await kv.sidecar.delete(TENANT, "ctx_1", [])
 
     assert list((tmp_path / "store").iterdir()) == []
@@ -562,15 +532,13 @@ async def test_a_pass_compares_no_object_of_a_listing_with_all_others(pod, clock
         assert len([it async for it in store.listed(f"{TENANT}/holders/")]) == 15
 
 
-async def test_what_is_here_is_collected_while_the_store_takes_its_time(pod, tmp_path, clock):
+async def test_what_is_here_is_collected_while_the_store_takes_its_time(pod, tmp_path):
     async with pod("a") as kv:
-        await kv.save(TEN, session_id="ctx_1")
-        await written(kv)
+        await kv.share(TEN, session_id="ctx_1")
         held = Held(kv.sidecar.shared.stored.objects, "head", COLLECTOR)
         kv.sidecar.start_collecting()
         await held.has_come.wait()
-        clock.advance(s=2 * HOUR_S)
-        await kv.sidecar.collect()
+        await kv.collect(s=2 * HOUR_S)
         assert kv.manifest_files() == set() != manifests(tmp_path)
     # It has ended with its sidecar, whose store would have been asked again.
     assert not held.may_go_on.is_set()

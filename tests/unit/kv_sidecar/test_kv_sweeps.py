@@ -16,7 +16,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
 from kv_sidecar.retention import Removed
 from kv_sidecar.sealed import manifests
-from tests.kit.kv_blocks import TENANT, TTL_MS, SidecarUnderTest, new_save
+from tests.kit.kv_blocks import TENANT, TTL_MS, SidecarUnderTest
 
 TEN = tuple(range(10))
 REFS = [f"ref_{'ab' if number % 2 else 'cd'}{number:030x}" for number in range(6)]
@@ -98,8 +98,7 @@ async def test_a_seal_waits_for_a_part_of_a_sweep_only(tmp_path: Path, monkeypat
     async with SidecarUnderTest(tmp_path, step=disk, clock=clock) as kv:
         await save_each(kv)
         clock.advance(ms=TTL_MS)
-        new = new_save(TEN, now_ms=clock.now_ms())
-        await kv.send_all(new)
+        new = await kv.sent(TEN)
         collecting = await disk.stands_in(kv.catalog.collect())
         sealing = await comes_in(kv.catalog.seal(new.cache_ref, 0))
         disk.go_on.set()

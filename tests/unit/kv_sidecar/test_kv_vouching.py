@@ -110,8 +110,7 @@ async def test_the_negative_control_bytes_a_manifest_is_made_to_vouch_for_are_se
 
 async def test_a_manifest_names_the_checksum_of_every_stored_file(kv: SidecarUnderTest) -> None:
     for rank in (1, 0):
-        new = new_save(TEN, now_ms=kv.clock.now_ms(), cache_ref="ref_" + "1" * 32, rank=rank, world_size=2)
-        await kv.send_all(new)
+        new = await kv.sent(TEN, cache_ref="ref_" + "1" * 32, rank=rank, world_size=2)
         await kv.catalog.seal(new.cache_ref, rank)
     manifest = await kv.catalog.open(TENANT, new.cache_ref)
 

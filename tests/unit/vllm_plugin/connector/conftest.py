@@ -57,10 +57,12 @@ class Engine:
     sidecar: FakeSidecar
     clock: ManualClock
 
-    def save(self, token_ids: list[int], ref: str, *, name: str = "save") -> list[int]:
-        """Run a request that saves, to its end; return its output."""
-        self.loop.add(name, token_ids, params=transfer(save=ref))
-        return self.loop.run_to_end(name)
+    def save(self, token_ids: list[int], ref: str, *, name: str = "save", forgets: bool = False) -> list[int]:
+        """Run a request that saves, to its end; return its output. `forgets`: empty the engine's prefix cache then."""
+        answer = self.loop.play(name, token_ids, params=transfer(save=ref))
+        if forgets:
+            self.loop.forget_prefixes()
+        return answer
 
     def counted(self, name: str, reason: str | None = None) -> int:
         sides = (ours(self.loop.worker).worker_side, ours(self.loop.connector).scheduler_side)

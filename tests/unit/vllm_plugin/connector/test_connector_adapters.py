@@ -224,16 +224,13 @@ def test_kv_comes_back_to_the_adapter_it_was_computed_with_and_to_nobody_else(en
     kinds = {"a": lora("a", 1), "b": lora("b", 2), "base": None}
     refs = {name: cache_ref(number) for number, name in enumerate(kinds)}
     for name, kind in kinds.items():
-        engine.loop.add(name, PROMPT, params=transfer(save=refs[name]), adapter=kind)
-        engine.loop.run_to_end(name)
+        engine.loop.play(name, PROMPT, params=transfer(save=refs[name]), adapter=kind)
     engine.loop.forget_prefixes()
     for name, kind in kinds.items():
         others = tuple(ref for ref in refs.values() if ref != refs[name])
-        engine.loop.add(f"{name} others", PROMPT, params=transfer(load=others), adapter=kind)
-        engine.loop.run_to_end(f"{name} others")
+        engine.loop.play(f"{name} others", PROMPT, params=transfer(load=others), adapter=kind)
         engine.loop.forget_prefixes()
-        engine.loop.add(f"{name} own", PROMPT, params=transfer(load=(refs[name],)), adapter=kind)
-        engine.loop.run_to_end(f"{name} own")
+        engine.loop.play(f"{name} own", PROMPT, params=transfer(load=(refs[name],)), adapter=kind)
         engine.loop.forget_prefixes()
 
     assert len({manifest.fingerprint for manifest in engine.sidecar.manifests.values()}) == 3
@@ -243,8 +240,7 @@ def test_kv_comes_back_to_the_adapter_it_was_computed_with_and_to_nobody_else(en
 
 def test_what_was_computed_while_an_adapter_was_replaced_is_not_saved(engine: Engine) -> None:
     engine.loop.adapters = {1: ToyAdapter(0.25)}
-    engine.loop.add("known", PROMPT, adapter=lora("a", 1))
-    engine.loop.run_to_end("known")
+    engine.loop.play("known", PROMPT, adapter=lora("a", 1))
     engine.loop.add("turn", PROMPT, params=transfer(save=cache_ref(1)), adapter=lora("a", 1), max_tokens=8)
     engine.loop.run(lambda: len(engine.loop.outputs["turn"]) > 3)
     engine.loop.worker.worker_side.adapters.seen(lora("a", 1), ToyAdapter(0.5))
@@ -259,8 +255,7 @@ def test_a_load_is_given_up_when_the_adapter_is_another_by_the_time_it_begins(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.loop.adapters = {1: ToyAdapter(0.25)}
-    engine.loop.add("turn", PROMPT, params=transfer(save=cache_ref(1)), adapter=lora("a", 1))
-    engine.loop.run_to_end("turn")
+    engine.loop.play("turn", PROMPT, params=transfer(save=cache_ref(1)), adapter=lora("a", 1))
     engine.loop.forget_prefixes()
     start = engine.loop.worker.worker_side.start
 
@@ -271,8 +266,7 @@ def test_a_load_is_given_up_when_the_adapter_is_another_by_the_time_it_begins(
         start(loads, saves, overtaken)
 
     monkeypatch.setattr(engine.loop.worker.worker_side, "start", replace_and_start)
-    engine.loop.add("next", PROMPT, params=transfer(load=(cache_ref(1),)), adapter=lora("a", 1))
-    engine.loop.run_to_end("next")
+    engine.loop.play("next", PROMPT, params=transfer(load=(cache_ref(1),)), adapter=lora("a", 1))
 
     assert engine.counted("failed_loads", "adapter_changed") == 1
     assert engine.counted("loads") == 0

@@ -22,8 +22,7 @@ Start = Callable[..., Engine]
 
 
 def saved(engine: Engine) -> list[int]:
-    answer = engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    answer = engine.save(PROMPT, A, forgets=True)
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
     return answer
 
@@ -74,8 +73,7 @@ def test_a_step_is_held_for_a_moment_only_while_nothing_is_computed(engine: Engi
     engine.loop.step()
     engine.sidecar.wait_for("load_block")
     assert side.idle_wait_s() == 0
-    for _ in range(3):
-        engine.loop.step()
+    engine.loop.steps(3)
     assert side.idle_wait_s() > 0
 
     engine.loop.add("other", list(range(7)))
@@ -109,8 +107,7 @@ def test_an_engine_with_nothing_to_compute_begins_in_the_step_in_which_it_got_th
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step without work costs two messages between vLLM's processes before the prompt is computed."""
-    answer = engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    answer = engine.save(PROMPT, A, forgets=True)
     hang = engine.sidecar.hang["resolve"] = threading.Event()
     Waits(monkeypatch, goes_on=hang)
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
@@ -154,8 +151,7 @@ def test_a_lookup_is_waited_for_once_for_a_moment(engine: Engine, monkeypatch: p
     waits = Waits(monkeypatch)
     for name, ref in (("one", A), ("another", B)):
         engine.loop.add(name, PROMPT, params=transfer(load=(ref,)))
-    for _ in range(4):
-        engine.loop.step()
+    engine.loop.steps(4)
 
     assert waits.took_s == [spin._MATCH_WAIT_S]
     hang.set()

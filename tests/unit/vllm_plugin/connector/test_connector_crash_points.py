@@ -24,10 +24,8 @@ def test_a_save_and_a_load_pass_every_point_and_no_other(
     monkeypatch.setattr(loading, "crash_point", passed.append)
     monkeypatch.setattr(loading, "_PART_BYTES", 1)  # a part for each file
     engine = start_engine()
-    engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.save(PROMPT, A, forgets=True)
+    engine.loop.play("again", PROMPT, params=transfer(load=(A,)))
 
     assert tuple(dict.fromkeys(passed)) == POINTS
     # Two whole blocks and a tail: the first one is handed over alone, the others together.

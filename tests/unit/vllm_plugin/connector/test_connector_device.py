@@ -214,11 +214,8 @@ def test_a_context_is_saved_and_loaded_by_way_of_the_arena_and_nothing_else(
     np.frombuffer(engine.sidecar.memory.region.view, dtype=np.uint8)[:] = 0
     layers = engine.loop.worker.worker_side._layers
     wait_until(lambda: layers._registered._pieces, what="the arena is registered")
-    answer = engine.save(prompt, A)
-    engine.loop.forget_prefixes()
-    engine.loop.add("again", prompt, params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
+    answer = engine.save(prompt, A, forgets=True)
+    assert engine.loop.play("again", prompt, params=transfer(load=(A,))) == answer
     assert engine.loop.computed["again"] == 4
     assert drivers[0].submitted
     assert all(after is not None for after, _ in drivers[0].submitted)

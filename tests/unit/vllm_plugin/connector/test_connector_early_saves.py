@@ -52,8 +52,7 @@ def test_nothing_is_read_unheld_where_blocks_are_zeroed_before_the_worker_hears_
     """A second model runner (vLLM's default on GPUs) over states or mixed precisions: zeros would have been sealed."""
     monkeypatch.setattr(connector, "_zeroes_early", lambda _config, _kv: True)
     engine = start_engine(extra={"early_saves": "on"})
-    engine.loop.add("save", tokens(900), params=transfer(save=A), max_tokens=40)
-    engine.loop.run_to_end("save")
+    engine.loop.play("save", tokens(900), params=transfer(save=A), max_tokens=40)
     engine.loop.settle()
 
     assert (engine.counted("early_saves"), engine.counted("saves")) == (0, 1)
@@ -88,10 +87,8 @@ def test_a_long_prompt_is_shipped_in_its_chunks_and_each_file_once(engine: Engin
 
 def test_what_was_shipped_is_loaded_as_it_was_computed(engine: Engine) -> None:
     prompt = tokens(900)
-    answer = engine.save(prompt, A)
-    engine.loop.forget_prefixes()
-    engine.loop.add("again", [*prompt, *answer, 5], params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    answer = engine.save(prompt, A, forgets=True)
+    engine.loop.play("again", [*prompt, *answer, 5], params=transfer(load=(A,)))
 
     assert engine.counted("early_saves") == 1
     assert engine.loop.computed["again"] == 1 + 1 + 3
@@ -106,8 +103,7 @@ def test_a_short_prompt_is_saved_at_its_end_alone(engine: Engine, num_tokens: in
 
 
 def test_a_request_that_is_not_to_be_saved_ships_nothing(engine: Engine) -> None:
-    engine.save(tokens(600), A)
-    engine.loop.forget_prefixes()
+    engine.save(tokens(600), A, forgets=True)
     engine.sidecar.early_tokens.clear()
     engine.loop.add("again", [*tokens(600), *tokens(300, start=3)], params=transfer(load=(A,)))
     engine.loop.add("plain", tokens(700, start=9))
@@ -204,8 +200,7 @@ def test_early_saves_that_wait_keep_no_save_that_holds_blocks(engine: Engine) ->
         engine.loop.add(
             f"long{number}", tokens(900, start=number), params=transfer(save=cache_ref(10 + number)), max_tokens=90
         )
-    for _ in range(40):
-        engine.loop.step()
+    engine.loop.steps(40)
     engine.loop.add("chat", tokens(100, start=5), params=transfer(save=B))
     while "chat" not in engine.loop.finished:
         engine.loop.step()
@@ -228,12 +223,10 @@ def test_blocks_that_become_somebody_elses_are_not_shipped(start_engine: Callabl
     for _ in range(side._settings.save_threads):
         side._upload_pool.try_submit(lambda: gate.wait(30) and None)
     engine.loop.add("gone", tokens(900), params=transfer(save=A))
-    for _ in range(3):
-        engine.loop.step()
+    engine.loop.steps(3)
     engine.loop.abort("gone")
     engine.loop.add("neighbour", tokens(900, start=3), max_tokens=2)
-    for _ in range(4):
-        engine.loop.step()
+    engine.loop.steps(4)
     gate.set()
     engine.loop.settle()
 
@@ -275,13 +268,11 @@ def test_what_is_copied_during_the_step_that_overwrites_it_is_dropped(start_engi
     loop.step()
     scheduler.max_num_scheduled_tokens = 1024
     loop.abort("gone")
-    loop.add("neighbour", tokens(800, start=3), max_tokens=2)
-    loop.run_to_end("neighbour")
+    loop.play("neighbour", tokens(800, start=3), max_tokens=2)
     loop.forget_prefixes()
     answer = engine.save(tokens(900), B, name="second")
     loop.forget_prefixes()
-    loop.add("again", [*tokens(900), *answer, 5], params=transfer(load=(B,)))
-    loop.run_to_end("again")  # checks every page at every step
+    loop.play("again", [*tokens(900), *answer, 5], params=transfer(load=(B,)))
 
     assert engine.counted("lost_early_saves", "overtaken") == 1
 
@@ -310,8 +301,7 @@ def test_a_preempted_request_ships_on_and_every_file_is_right(start_engine: Call
 
     assert sum(request.num_preemptions for request in requests) > 0
     for ref, prompt in prompts.items():
-        engine.loop.add(f"again {ref}", [*prompt, *answers[ref], 5], params=transfer(load=(ref,)))
-        engine.loop.run_to_end(f"again {ref}")  # checks every page at every step
+        engine.loop.play(f"again {ref}", [*prompt, *answers[ref], 5], params=transfer(load=(ref,)))
     assert engine.counted("loads") == 2
 
 

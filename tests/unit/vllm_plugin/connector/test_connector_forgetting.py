@@ -34,28 +34,23 @@ def test_after_a_reset_nothing_saved_before_is_loaded_and_what_is_saved_then_is(
     answer = engine.save(PROMPT, A)
 
     assert reset(engine)
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,), save=B))
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", PROMPT, params=transfer(load=(A,), save=B)) == answer
     assert engine.loop.computed["again"] == len(PROMPT) + 3
     assert reason_of(engine, A, B) == "fingerprint_mismatch"
     engine.loop.forget_prefixes()
-    engine.loop.add("third", PROMPT, params=transfer(load=(B,)))
-    engine.loop.run_to_end("third")
+    engine.loop.play("third", PROMPT, params=transfer(load=(B,)))
     assert engine.loop.computed["third"] == 4
 
 
 def test_forgetting_the_engine_s_own_prefixes_only_changes_nothing(engine: Engine) -> None:
-    engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.save(PROMPT, A, forgets=True)
+    engine.loop.play("again", PROMPT, params=transfer(load=(A,)))
 
     assert engine.loop.computed["again"] == 4
 
 
 def test_a_lookup_answered_before_the_reset_loads_nothing_after_it(engine: Engine) -> None:
-    answer = engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    answer = engine.save(PROMPT, A, forgets=True)
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
     engine.loop.connector.on_new_request(engine.loop.scheduler.requests["again"])
     engine.loop.settle()
@@ -78,8 +73,7 @@ def test_a_save_under_way_is_sealed_under_the_weights_it_was_computed_with(engin
     engine.loop.settle()
 
     assert engine.sidecar.manifests[A].fingerprint == before
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.loop.play("again", PROMPT, params=transfer(load=(A,)))
     assert engine.loop.computed["again"] == len(PROMPT) + 3
 
 
@@ -107,8 +101,7 @@ def test_a_request_that_was_preempted_for_the_reset_is_computed_again_and_saved_
 
 
 def test_the_reset_is_not_done_while_a_load_is_under_way(engine: Engine) -> None:
-    engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    engine.save(PROMPT, A, forgets=True)
     engine.sidecar.hang["load_block"] = threading.Event()
     request = engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
     while request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -127,8 +120,7 @@ def test_an_engine_that_starts_again_has_the_files_weights_again(start_engine: C
     first.save(PROMPT[::-1], B, name="after")
     again = start_engine(sidecar=first.sidecar)
     for name, prompt, ref in (("a", PROMPT, A), ("b", PROMPT[::-1], B)):
-        again.loop.add(name, prompt, params=transfer(load=(ref,)))
-        again.loop.run_to_end(name)
+        again.loop.play(name, prompt, params=transfer(load=(ref,)))
 
     assert (again.loop.computed["a"], again.loop.computed["b"]) == (4, len(PROMPT) + 3)
 
@@ -160,8 +152,7 @@ def test_a_reset_before_an_engine_s_first_step_counts(
 
     assert engine.loop.run_to_end("again") == answer
     engine.loop.forget_prefixes()
-    engine.loop.add("third", PROMPT, params=transfer(load=(A,)))
-    engine.loop.run_to_end("third")
+    engine.loop.play("third", PROMPT, params=transfer(load=(A,)))
     assert (engine.loop.computed["again"], engine.loop.computed["third"]) == (len(PROMPT) + 3, len(PROMPT) + 3)
 
 
@@ -172,10 +163,8 @@ def test_weights_nobody_can_look_into_are_new_at_every_start(
     bare.mkdir()
     (bare / "config.json").write_bytes((model_directory / "config.json").read_bytes())
     first = start_engine(directory=bare)
-    answer = first.save(PROMPT, A)
-    first.loop.forget_prefixes()
-    first.loop.add("own", PROMPT, params=transfer(load=(A,)))
-    first.loop.run_to_end("own")
+    answer = first.save(PROMPT, A, forgets=True)
+    first.loop.play("own", PROMPT, params=transfer(load=(A,)))
     again = start_engine(sidecar=first.sidecar, directory=bare)
     again.loop.add("again", PROMPT, params=transfer(load=(A,)))
 
@@ -196,8 +185,7 @@ def test_weights_the_operator_names_are_what_he_says(
     computed = []
     for name in ("spring", "summer"):
         again = start_engine(sidecar=first.sidecar, directory=bare, extra={"weights_epoch": name})
-        again.loop.add(name, PROMPT, params=transfer(load=(A,)))
-        again.loop.run_to_end(name)
+        again.loop.play(name, PROMPT, params=transfer(load=(A,)))
         computed.append(again.loop.computed[name])
 
     assert computed == [4, len(PROMPT) + 3]

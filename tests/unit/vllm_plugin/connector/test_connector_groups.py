@@ -44,8 +44,7 @@ def saved(engine: Engine, prompt: list[int], ref: str = A) -> list[int]:
 
 
 def load(engine: Engine, prompt: list[int], *refs: str, name: str = "load") -> list[int]:
-    engine.loop.add(name, prompt, params=transfer(load=refs))
-    return engine.loop.run_to_end(name)
+    return engine.loop.play(name, prompt, params=transfer(load=refs))
 
 
 @pytest.mark.parametrize("num_more", [1, *(pytest.param(more, marks=pytest.mark.thorough) for more in (0, 50))])
@@ -129,8 +128,7 @@ def test_a_turn_after_the_turn_shares_what_it_can(engine: Engine) -> None:
     first = tokens(400)
     answer = saved(engine, first)
     longer = [*first, *answer[:-1], *tokens(30, start=700)]
-    engine.loop.add("second", longer, params=transfer(load=(A,), save=B))
-    engine.loop.run_to_end("second")
+    engine.loop.play("second", longer, params=transfer(load=(A,), save=B))
     engine.loop.settle()
     blocks = [{file for file in engine.sidecar.manifests[ref].files if file.kind == "block"} for ref in (A, B)]
 
@@ -199,8 +197,7 @@ def test_a_prompt_that_goes_back_to_the_last_ones_end_starts_there(engine: Engin
     """Regenerate, and a template that drops what was thought. Seen failing before: all of it was computed."""
     at_once(engine)
     prompt = tokens(num_tokens)
-    engine.loop.add("save", prompt, params=transfer(save=A), max_tokens=80)
-    engine.loop.run_to_end("save")
+    engine.loop.play("save", prompt, params=transfer(save=A), max_tokens=80)
     engine.loop.settle()
     engine.loop.forget_prefixes()
     other = [*prompt, *tokens(5, start=900)]
@@ -232,8 +229,7 @@ def test_a_checkpoint_that_the_engine_overtakes_is_dropped_and_never_read_from_o
     prompt, gate = tokens(200), busy_savers(engine)
     engine.loop.add("save", prompt, params=transfer(save=A), max_tokens=80)
     engine.loop.add("neighbour", tokens(200, start=5000), max_tokens=80)
-    for _ in range(60):
-        engine.loop.step()
+    engine.loop.steps(60)
     gate.set()
     engine.loop.run_to_end("save")
     engine.loop.settle()
@@ -253,8 +249,7 @@ def test_a_request_that_ends_while_its_checkpoint_waits_gives_its_blocks_back(en
     free = engine.loop.free_blocks
     gate = busy_savers(engine)
     engine.loop.add("gone", tokens(200), params=transfer(save=A), max_tokens=80)
-    for _ in range(4):
-        engine.loop.step()
+    engine.loop.steps(4)
     engine.loop.abort("gone")
     engine.loop.step()
     gate.set()

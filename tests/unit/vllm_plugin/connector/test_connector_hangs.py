@@ -39,8 +39,7 @@ def step_to_end(engine: Engine, name: str) -> list[int]:
 
 def test_a_load_that_hangs_is_taken_back_at_its_deadline_and_the_request_is_computed(engine: Engine) -> None:
     """Seen failing with the give-up of running loads taken out of `_give_up_late`: the request never finished."""
-    answer = engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    answer = engine.save(PROMPT, A, forgets=True)
     hang = start_hanging(engine, ["again"])
     engine.clock.advance(ms=4_000)
     engine.loop.step()
@@ -63,8 +62,7 @@ def test_a_thread_that_comes_back_late_never_writes_to_blocks_that_are_somebody_
 ) -> None:
     """Seen failing with the check taken out of `Load.begin_writing`: wrong KV was found in the other's blocks."""
     engine = start_engine(num_blocks=16)
-    engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    engine.save(PROMPT, A, forgets=True)
     loader = engine.loop.worker.worker_side._loader
     write, begun, hang = loader._write, threading.Event(), threading.Event()
 
@@ -83,8 +81,7 @@ def test_a_thread_that_comes_back_late_never_writes_to_blocks_that_are_somebody_
     step_to_end(engine, "again")
     engine.loop.forget_prefixes()
     engine.loop.add("other", [400 - i for i in range(150)], max_tokens=20)
-    for _ in range(3):
-        engine.loop.step()
+    engine.loop.steps(3)
 
     hang.set()
     engine.loop.settle()
@@ -97,8 +94,7 @@ def test_while_every_thread_hangs_loads_fail_at_once_and_later_ones_work_again(
 ) -> None:
     """Seen failing with the check taken out of `_start_load`: the load was tried, and waited for its deadline."""
     engine = start_engine(bounds={"load_threads": 1})
-    answer = engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    answer = engine.save(PROMPT, A, forgets=True)
     hang = start_hanging(engine, ["first"])
     engine.clock.advance(s=60)
     step_to_end(engine, "first")
@@ -114,8 +110,7 @@ def test_while_every_thread_hangs_loads_fail_at_once_and_later_ones_work_again(
     engine.loop.settle()
     engine.loop.step()
     engine.loop.forget_prefixes()
-    engine.loop.add("third", PROMPT, params=transfer(load=(A,)))
-    assert engine.loop.run_to_end("third") == answer
+    assert engine.loop.play("third", PROMPT, params=transfer(load=(A,))) == answer
     assert engine.loop.computed["third"] == 4
 
 
@@ -148,8 +143,7 @@ def test_a_load_ends_once() -> None:
 
 def test_a_load_that_is_abandoned_while_a_thread_writes_gives_its_blocks_back_behind_the_write(engine: Engine) -> None:
     """Seen failing when `stop_writing` tells nobody: the request waited for ever."""
-    answer = engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    answer = engine.save(PROMPT, A, forgets=True)
     layers, begun, hang = engine.loop.worker.worker_side._layers, threading.Event(), threading.Event()
     scatter = layers.scatter
 
@@ -165,8 +159,7 @@ def test_a_load_that_is_abandoned_while_a_thread_writes_gives_its_blocks_back_be
     engine.loop.step()
     assert begun.wait(30)
     engine.clock.advance(s=60)
-    for _ in range(3):
-        engine.loop.step()
+    engine.loop.steps(3)
     assert "again" not in engine.loop.finished
     hang.set()
 

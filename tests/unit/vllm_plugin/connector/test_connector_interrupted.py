@@ -37,8 +37,7 @@ def test_a_retry_computes_what_the_interrupted_request_did_not(
     engine = start_engine(extra={"early_saves": early}, windows=windows)
     num_tokens = interrupt(engine, 3)
     engine.loop.forget_prefixes()
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.loop.play("again", PROMPT, params=transfer(load=(A,)))
 
     assert CHUNK <= num_tokens < len(PROMPT)
     assert engine.sidecar.manifests[A].token_ids == tuple(PROMPT[:num_tokens])

@@ -145,14 +145,12 @@ def test_an_engine_left_alone_answers_saves_nothing_and_says_why_once(
     start_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = start_engine()
-    plain.loop.add("plain", PROMPT)
-    answer = plain.loop.run_to_end("plain")
+    answer = plain.loop.play("plain", PROMPT)
     with caplog.at_level(logging.WARNING, logger="vllm_plugin"):
         engine = start_engine(sidecar=plain.sidecar, policy="fail")
     for number in range(2):
-        engine.loop.add(f"turn{number}", PROMPT, params=transfer(load=(cache_ref(number),), save=cache_ref(8 + number)))
-
-        assert engine.loop.run_to_end(f"turn{number}") == answer
+        params = transfer(load=(cache_ref(number),), save=cache_ref(8 + number))
+        assert engine.loop.play(f"turn{number}", PROMPT, params=params) == answer
     engine.loop.settle()
     reports = list(engine.sidecar.reports.values())
     said = [record for record in caplog.records if "not saved or loaded" in record.message]
@@ -170,8 +168,7 @@ def test_what_a_worker_cannot_carry_leaves_the_whole_engine_alone(engine: Engine
     odd = {"l0": torch.zeros(200, 2, 16, 8), "l1": torch.zeros(200, 2, 16)}
     engine.loop.worker.register_kv_caches(odd)
     engine.loop.hear_worker()
-    engine.loop.add("turn", PROMPT, params=transfer(save=cache_ref(1)))
-    engine.loop.run_to_end("turn")
+    engine.loop.play("turn", PROMPT, params=transfer(save=cache_ref(1)))
 
     assert engine.counted("left_alone", "unsupported_layers") == 1
     assert not engine.sidecar.manifests
@@ -181,8 +178,7 @@ def test_a_block_that_is_none_is_never_saved(engine: Engine, monkeypatch: pytest
     side = engine.loop.connector.scheduler_side
     finished = side.finished
     monkeypatch.setattr(side, "finished", lambda request, block_ids: finished(request, [[0, *block_ids[0][1:]]]))
-    engine.loop.add("turn", PROMPT, params=transfer(save=cache_ref(1)))
-    engine.loop.run_to_end("turn")
+    engine.loop.play("turn", PROMPT, params=transfer(save=cache_ref(1)))
 
     engine.loop.settle()
     assert engine.counted("skipped_saves", "null_block") == 1
@@ -191,15 +187,12 @@ def test_a_block_that_is_none_is_never_saved(engine: Engine, monkeypatch: pytest
 
 
 def test_a_block_that_is_none_is_never_loaded_into(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = engine.save(PROMPT, cache_ref(1))
-    engine.loop.forget_prefixes()
+    answer = engine.save(PROMPT, cache_ref(1), forgets=True)
     side = engine.loop.connector.scheduler_side
     allocated = side.allocated
     monkeypatch.setattr(
         side, "allocated", lambda request, block_ids, count: allocated(request, [[*block_ids[0][:-1], 0]], count)
     )
-    engine.loop.add("again", PROMPT, params=transfer(load=(cache_ref(1),)))
-
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", PROMPT, params=transfer(load=(cache_ref(1),))) == answer
     assert engine.counted("failed_loads", "null_block") == 1
     assert bool((engine.loop.kv["l0"][0] == -1).all())

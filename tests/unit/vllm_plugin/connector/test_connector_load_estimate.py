@@ -210,8 +210,7 @@ def test_the_end_of_a_context_is_computed_where_that_is_sooner_than_loading_and_
     if not answers:
         engine.sidecar.hang["resolve"] = threading.Event()
     engine.loop.add("again", [*range(1, 151), *answer, *range(200, 217)], params=transfer(load=(A,)))
-    for _ in range(20):
-        engine.loop.step()
+    engine.loop.steps(20)
     assert "again" in engine.loop.finished
     for event in engine.sidecar.hang.values():
         event.set()
@@ -231,8 +230,7 @@ def test_the_next_turn_waits_for_no_seal_that_would_bring_it_less_than_a_block(e
     while "first" not in engine.loop.finished:
         engine.loop.step()
     engine.loop.add("again", [*range(1, 151), 7, *range(200, 500)], params=transfer(load=(A,)))
-    for _ in range(20):
-        engine.loop.step()
+    engine.loop.steps(20)
 
     assert "again" in engine.loop.finished
     assert A not in engine.sidecar.manifests
@@ -244,14 +242,11 @@ def test_the_next_turn_waits_for_no_seal_that_would_bring_it_less_than_a_block(e
 
 def test_a_turn_whose_prompt_another_context_knows_better_waits_for_that_one(engine: Engine) -> None:
     """Seen failing: the device had more than the context that was being saved, and the rest of it was not asked for."""
-    engine.save(list(range(1, 601)), B)
-    engine.loop.forget_prefixes()
-    engine.loop.add("warm", [*range(1, 305), 9], params={})
-    engine.loop.run_to_end("warm")
+    engine.save(list(range(1, 601)), B, forgets=True)
+    engine.loop.play("warm", [*range(1, 305), 9], params={})
     engine.loop.connector.scheduler_side._pending_saves.add(A, 200)
     engine.loop.add("again", [*range(1, 601), 7], params=transfer(load=(A,)))
-    for _ in range(3):
-        engine.loop.step()
+    engine.loop.steps(3)
     engine.loop.connector.scheduler_side._pending_saves.end(A)
     engine.sidecar.abandoned[A] = "not_computed"
     engine.loop.run_to_end("again")
@@ -260,24 +255,18 @@ def test_a_turn_whose_prompt_another_context_knows_better_waits_for_that_one(eng
 
 
 def test_what_fills_blocks_is_loaded_however_soon_it_is_computed(engine: Engine) -> None:
-    engine.save(list(range(1, 151)), A)
-    engine.loop.forget_prefixes()
-    engine.loop.add("warm", [*range(1, 97), 9], params={})
-    engine.loop.run_to_end("warm")
+    engine.save(list(range(1, 151)), A, forgets=True)
+    engine.loop.play("warm", [*range(1, 97), 9], params={})
     engine.loop.connector.scheduler_side._estimate.is_soon = lambda num: num < 120
-    engine.loop.add("again", [*range(1, 151), *range(200, 500)], params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.loop.play("again", [*range(1, 151), *range(200, 500)], params=transfer(load=(A,)))
 
     assert engine.sidecar.reports[f"request--{A}"].loaded_tokens >= 150 - 96
 
 
 def test_a_request_whose_load_would_be_slower_is_computed_and_told_why(engine: Engine) -> None:
-    answer = engine.save(list(range(1, 151)), A)
-    engine.loop.forget_prefixes()
+    answer = engine.save(list(range(1, 151)), A, forgets=True)
     engine.loop.connector.scheduler_side._estimate.is_slower = lambda *_: True
-    engine.loop.add("again", list(range(1, 151)), params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", list(range(1, 151)), params=transfer(load=(A,))) == answer
     assert engine.loop.computed["again"] == 153
     report = engine.sidecar.reports[f"request--{A}"]
     assert (report.outcome, report.reason) == (pb.LOAD_OUTCOME_MISS, "slower_than_computing")

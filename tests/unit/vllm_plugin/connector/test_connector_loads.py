@@ -32,18 +32,14 @@ def report_of(engine: Engine, params_load: tuple[str, ...] = (A,)) -> pb.LoadRep
 
 def saved(engine: Engine, prompt: list[int] = PROMPT, ref: str = A) -> list[int]:
     """Save a prompt and empty the engine; return the answer."""
-    answer = engine.save(prompt, ref)
-    engine.loop.forget_prefixes()
-    return answer
+    return engine.save(prompt, ref, forgets=True)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 15, 16, 17, 300])
 def test_a_saved_prompt_is_loaded_whole_and_only_its_last_token_is_computed(engine: Engine, num_tokens: int) -> None:
     prompt = [(7 * i) % 401 for i in range(num_tokens)]
     answer = saved(engine, prompt)
-    engine.loop.add("again", prompt, params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", prompt, params=transfer(load=(A,))) == answer
     # 4 tokens are answered: the last prompt token and 3 of the answer are computed.
     assert engine.loop.computed["again"] == 4
     report = report_of(engine)
@@ -59,20 +55,15 @@ def test_a_new_context_starts_from_its_parents_kv_up_to_the_first_other_token(en
     Seen failing: without the name, 33 shared tokens were too few for a search by prefix.
     """
     child = PROMPT[:num_shared] + [400 - at for at in range(150 - num_shared)]
-    engine.loop.add("cold", child)
-    cold = engine.loop.run_to_end("cold")
+    cold = engine.loop.play("cold", child)
     saved(engine)
-    engine.loop.add("child", child, params=transfer(load=(A,), save=B))
-
-    assert engine.loop.run_to_end("child") == cold
+    assert engine.loop.play("child", child, params=transfer(load=(A,), save=B)) == cold
     assert engine.loop.computed["child"] == 150 - num_shared + 3
 
 
 def test_a_prompt_of_one_token_is_computed_as_there_is_nothing_to_gain(engine: Engine) -> None:
     answer = saved(engine, [7])
-    engine.loop.add("again", [7], params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", [7], params=transfer(load=(A,))) == answer
     assert report_of(engine).outcome == pb.LOAD_OUTCOME_NOT_NEEDED
     assert engine.sidecar.served_bytes == 0
 
@@ -80,8 +71,7 @@ def test_a_prompt_of_one_token_is_computed_as_there_is_nothing_to_gain(engine: E
 def test_a_prompt_that_goes_on_is_loaded_up_to_the_last_saved_token(engine: Engine) -> None:
     answer = saved(engine)
     longer = [*PROMPT, *answer, 9, 9, 9]
-    engine.loop.add("more", longer, params=transfer(load=(A,)))
-    engine.loop.run_to_end("more")
+    engine.loop.play("more", longer, params=transfer(load=(A,)))
 
     # 150 prompt tokens and 3 of the 4 answered ones have KV; the last answer token never was computed.
     assert report_of(engine).loaded_tokens == 153
@@ -91,8 +81,7 @@ def test_a_prompt_that_goes_on_is_loaded_up_to_the_last_saved_token(engine: Engi
 def test_a_prompt_that_differs_in_the_middle_of_a_page_keeps_what_comes_before(engine: Engine) -> None:
     saved(engine)
     other = [*PROMPT[:70], *(400 - i for i in range(60))]
-    engine.loop.add("other", other, params=transfer(load=(A,)))
-    engine.loop.run_to_end("other")
+    engine.loop.play("other", other, params=transfer(load=(A,)))
 
     assert report_of(engine).loaded_tokens == 70
     assert engine.loop.computed["other"] == 60 + 3
@@ -101,29 +90,24 @@ def test_a_prompt_that_differs_in_the_middle_of_a_page_keeps_what_comes_before(e
 def test_the_candidate_with_the_longest_common_prefix_wins(engine: Engine) -> None:
     saved(engine, PROMPT[:40], A)
     saved(engine, PROMPT, B)
-    engine.loop.add("again", PROMPT, params=transfer(load=(A, B)))
-    engine.loop.run_to_end("again")
+    engine.loop.play("again", PROMPT, params=transfer(load=(A, B)))
 
     assert report_of(engine, (A, B)).loaded_tokens == 149
 
 
 def test_a_context_whose_name_holds_other_tokens_is_a_miss_that_says_so(engine: Engine) -> None:
     saved(engine, [token + 300 for token in PROMPT], A)
-    engine.loop.add("turn", PROMPT, params=transfer(load=(A,)))
-    engine.loop.run_to_end("turn")
+    engine.loop.play("turn", PROMPT, params=transfer(load=(A,)))
 
     assert (report_of(engine).outcome, report_of(engine).reason) == (pb.LOAD_OUTCOME_MISS, "other_tokens")
     assert engine.counted("missed_loads", "other_tokens") == 1
 
 
 def test_only_what_the_engine_lacks_is_loaded_into_its_own_blocks(engine: Engine) -> None:
-    engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
-    engine.loop.add("warm", PROMPT[:40])
-    engine.loop.run_to_end("warm")
+    engine.save(PROMPT, A, forgets=True)
+    engine.loop.play("warm", PROMPT[:40])
     engine.sidecar.served_bytes = 0
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.loop.play("again", PROMPT, params=transfer(load=(A,)))
 
     report = report_of(engine)
     assert (report.device_tokens, report.loaded_tokens) == (32, 117)
@@ -132,10 +116,8 @@ def test_only_what_the_engine_lacks_is_loaded_into_its_own_blocks(engine: Engine
 def test_nothing_is_loaded_when_the_engine_has_it_all(engine: Engine) -> None:
     engine.save(PROMPT[:32], A)
     longer = PROMPT[:48]
-    engine.loop.add("warm", longer)
-    engine.loop.run_to_end("warm")
-    engine.loop.add("again", [*PROMPT[:32], 9], params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.loop.play("warm", longer)
+    engine.loop.play("again", [*PROMPT[:32], 9], params=transfer(load=(A,)))
 
     report = report_of(engine)
     assert (report.outcome, report.device_tokens) == (pb.LOAD_OUTCOME_NOT_NEEDED, 32)
@@ -146,9 +128,7 @@ def test_another_engine_loads_what_this_one_saved(start_engine: Callable[..., En
     first = start_engine()
     answer = first.save(PROMPT, A)
     second = start_engine(sidecar=first.sidecar)
-    second.loop.add("again", PROMPT, params=transfer(load=(A,)))
-
-    assert second.loop.run_to_end("again") == answer
+    assert second.loop.play("again", PROMPT, params=transfer(load=(A,))) == answer
     assert second.loop.computed["again"] == 4
 
 
@@ -156,8 +136,7 @@ def test_kv_of_another_fingerprint_is_a_miss(start_engine: Callable[..., Engine]
     first = start_engine()
     first.save(PROMPT, A)
     second = start_engine(sidecar=first.sidecar, extra={"weights_epoch": "1"})
-    second.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    second.loop.run_to_end("again")
+    second.loop.play("again", PROMPT, params=transfer(load=(A,)))
 
     report = report_of(second)
     assert (report.outcome, report.reason) == (pb.LOAD_OUTCOME_MISS, "fingerprint_mismatch")
@@ -165,8 +144,7 @@ def test_kv_of_another_fingerprint_is_a_miss(start_engine: Callable[..., Engine]
 
 
 def test_an_unknown_ref_is_a_miss(engine: Engine) -> None:
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.loop.play("again", PROMPT, params=transfer(load=(A,)))
 
     report = report_of(engine)
     assert (report.outcome, report.reason) == (pb.LOAD_OUTCOME_MISS, "cache_ref_not_found")
@@ -187,8 +165,7 @@ def test_an_unknown_ref_is_a_miss(engine: Engine) -> None:
 )
 def test_without_a_token_of_ours_nothing_happens(engine: Engine, params: object) -> None:
     saved(engine)
-    engine.loop.add("again", PROMPT, params=params)
-    engine.loop.run_to_end("again")
+    engine.loop.play("again", PROMPT, params=params)
 
     assert engine.loop.computed["again"] == 153
     assert engine.sidecar.served_bytes == 0
@@ -197,8 +174,7 @@ def test_without_a_token_of_ours_nothing_happens(engine: Engine, params: object)
 
 def test_a_request_that_must_not_read_caches_loads_nothing(engine: Engine) -> None:
     saved(engine)
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)), skip_reading=True)
-    engine.loop.run_to_end("again")
+    engine.loop.play("again", PROMPT, params=transfer(load=(A,)), skip_reading=True)
 
     assert engine.loop.computed["again"] == 153
     assert report_of(engine).reason == "prefix_cache_reading_off"
@@ -207,9 +183,7 @@ def test_a_request_that_must_not_read_caches_loads_nothing(engine: Engine) -> No
 def test_a_corrupt_block_is_computed_instead_with_the_same_answer(engine: Engine) -> None:
     answer = saved(engine)
     engine.sidecar.corrupt(A)
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", PROMPT, params=transfer(load=(A,))) == answer
     assert engine.loop.computed["again"] == 153
     report = report_of(engine)
     assert (report.outcome, report.reason) == (pb.LOAD_OUTCOME_FAILED, "corrupt_block")
@@ -220,9 +194,7 @@ def test_a_bad_copy_in_the_arena_is_compared_by_the_sidecar_and_nothing_is_compu
     """Seen failing: without the second question the load fails, as does every later one that meets the copy."""
     answer = saved(engine)
     engine.sidecar.slot_copy = lambda data: bytes([*data[:-1], data[-1] ^ 0xFF])
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", PROMPT, params=transfer(load=(A,))) == answer
     assert engine.loop.computed["again"] == 4
     report = report_of(engine)
     assert (report.outcome, report.tier) == (pb.LOAD_OUTCOME_LOADED, pb.TIER_DISK)
@@ -235,9 +207,7 @@ def test_a_block_under_anothers_name_is_not_taken_for_it(engine: Engine) -> None
     first, second = (engine.sidecar.files[file.name] for file in engine.sidecar.manifests[A].files[:2])
     engine.sidecar.slot_copy = lambda data: {first: second, second: first}.get(data, data)
     engine.sidecar.vouched = lambda data: ""
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", PROMPT, params=transfer(load=(A,))) == answer
     assert report_of(engine).tier == pb.TIER_DISK
 
 
@@ -256,16 +226,12 @@ def test_a_slot_that_changes_while_it_is_copied_is_noticed(engine: Engine, monke
         return scatter(copies, spent)
 
     monkeypatch.setattr(layers, "scatter", overtaken)
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", PROMPT, params=transfer(load=(A,))) == answer
     assert engine.counted("renewed_loads") == 1
     assert engine.counted("loads") == 1
 
 
-def test_a_slot_that_was_lent_again_meanwhile_is_not_believed_whatever_it_holds(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slot_that_was_lent_again_meanwhile_is_not_believed_whatever_it_holds(engine: Engine) -> None:
     """Seen failing without the comparison of generations."""
     answer = saved(engine)
     arena, seen = engine.sidecar.arena, list[int]()
@@ -276,9 +242,7 @@ def test_a_slot_that_was_lent_again_meanwhile_is_not_believed_whatever_it_holds(
         return 1 if len(seen) == 1 else 0
 
     arena.generation = generation
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", PROMPT, params=transfer(load=(A,))) == answer
     assert engine.counted("renewed_loads") == 1
     assert len(seen) > 1
 
@@ -287,9 +251,7 @@ def test_a_block_whose_bytes_the_manifest_does_not_vouch_for_is_computed_instead
     """Seen failing: without the comparison in `Loader._arrival` the request is loaded and computes one token."""
     answer = saved(engine)
     engine.sidecar.vouched = lambda data: "0" * 32
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", PROMPT, params=transfer(load=(A,))) == answer
     assert engine.loop.computed["again"] == 153
     assert report_of(engine).reason == "corrupt_block"
 
@@ -299,9 +261,7 @@ def test_a_block_that_is_vouched_for_or_that_nobody_vouches_for_is_loaded(engine
     answer = saved(engine)
     if vouched is not None:
         engine.sidecar.vouched = vouched
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", PROMPT, params=transfer(load=(A,))) == answer
     assert report_of(engine).outcome == pb.LOAD_OUTCOME_LOADED
 
 
@@ -311,9 +271,7 @@ def test_a_sidecar_that_answers_with_other_blocks_than_asked_for_is_not_believed
 ) -> None:
     answer = saved(engine)
     engine.sidecar.answered_indices = lambda asked: answered
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", PROMPT, params=transfer(load=(A,))) == answer
     assert report_of(engine).reason == "corrupt_block"
 
 
@@ -369,8 +327,7 @@ def test_an_engine_step_is_never_held_by_a_sidecar_that_does_not_answer(engine: 
     engine.sidecar.hang["resolve"] = threading.Event()
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
     engine.loop.add("other", [5, 6, 7], max_tokens=2)
-    for _ in range(3):
-        engine.loop.step()
+    engine.loop.steps(3)
 
     assert "other" in engine.loop.finished
     assert engine.loop.computed["again"] == 0
@@ -426,8 +383,7 @@ def test_a_sidecar_that_stays_silent_is_waited_for_only_briefly(engine: Engine) 
     hang.set()
     engine.loop.run_to_end("second")
     engine.loop.forget_prefixes()
-    engine.loop.add("third", PROMPT, params=transfer(load=(A,)))
-    assert engine.loop.run_to_end("third") == answer
+    assert engine.loop.play("third", PROMPT, params=transfer(load=(A,))) == answer
     assert engine.loop.computed["third"] == 4
 
 
@@ -486,8 +442,7 @@ def test_each_turn_loads_the_one_before_and_saves_itself(engine: Engine) -> None
     for turn, (before, after) in enumerate(pairwise(refs), 1):
         engine.loop.forget_prefixes()
         history = [*history, *engine.loop.finished[f"turn{turn - 1}"], 7, 8, 9]
-        engine.loop.add(f"turn{turn}", history, params=transfer(load=(before,), save=after))
-        engine.loop.run_to_end(f"turn{turn}")
+        engine.loop.play(f"turn{turn}", history, params=transfer(load=(before,), save=after))
 
         # The last answered token of the turn before, three new ones, and three of this answer.
         assert engine.loop.computed[f"turn{turn}"] == 7
@@ -518,8 +473,7 @@ def test_the_next_turn_waits_for_a_save_of_its_own_engine(engine: Engine) -> Non
 
 def test_nobody_waits_for_a_save_that_was_given_up(engine: Engine) -> None:
     engine.sidecar.deleted.add(A)
-    engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    engine.save(PROMPT, A, forgets=True)
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
     engine.loop.step()
     engine.loop.settle()
@@ -587,8 +541,7 @@ def test_one_question_names_all_that_the_sidecar_needs_to_choose(engine: Engine)
     engine.loop.connector.scheduler_side._estimate._tokens_per_ms = 4.0
     engine.loop.connector.scheduler_side._pending_saves.add(B)
     engine.sidecar.limit_passed.set()
-    engine.loop.add("again", PROMPT, params=transfer(load=(A, B)))
-    engine.loop.run_to_end("again")
+    engine.loop.play("again", PROMPT, params=transfer(load=(A, B)))
 
     [asked] = engine.sidecar.questions[-1:]
     assert (list(asked.cache_refs), list(asked.saving)) == ([A, B], [B])
@@ -611,8 +564,7 @@ def test_an_answer_with_other_tokens_is_never_loaded(engine: Engine) -> None:
     saved(engine, [token + 300 for token in PROMPT], A)
     other = engine.sidecar.manifests[A]
     engine.sidecar.resolve = lambda *_: (other, pb.ResolveResponse(tier=pb.TIER_HOST))
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.loop.play("again", PROMPT, params=transfer(load=(A,)))
 
     assert engine.loop.computed["again"] == 153
     assert report_of(engine).reason == "other_tokens"
@@ -678,10 +630,8 @@ def test_a_context_larger_than_the_arena_is_loaded_through_it_by_batches(start_e
     """Seen failing with one lease for all: what the arena could not hold beside the rest came in frames."""
     engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
     prompt = [(7 * i) % 401 for i in range(900)]
-    answer = engine.save(prompt, A)
-    engine.loop.forget_prefixes()
-    engine.loop.add("again", [*prompt, *answer, 5], params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    answer = engine.save(prompt, A, forgets=True)
+    engine.loop.play("again", [*prompt, *answer, 5], params=transfer(load=(A,)))
 
     assert engine.sidecar.served_bytes > 3 * 40_000
     assert report_of(engine).tier == pb.TIER_HOST
@@ -690,11 +640,9 @@ def test_a_context_larger_than_the_arena_is_loaded_through_it_by_batches(start_e
 
 def test_copied_blocks_make_room_for_the_rest_of_a_load(start_engine: Callable[..., Engine]) -> None:
     engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
-    answer = engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    answer = engine.save(PROMPT, A, forgets=True)
     assert engine.sidecar.memory.allocate(20_000)
-    engine.loop.add("again", [*PROMPT, *answer, 5], params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.loop.play("again", [*PROMPT, *answer, 5], params=transfer(load=(A,)))
 
     assert engine.counted("loads") == 1
     assert engine.counted("failed_loads") == 0
@@ -705,8 +653,7 @@ def test_a_load_that_the_arena_has_no_room_for_at_all_is_computed(
     start_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
-    answer = engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    answer = engine.save(PROMPT, A, forgets=True)
     assert engine.sidecar.memory.allocate(39_000)
     waits_ms, load_blocks = [], engine.sidecar.load_blocks
 
@@ -715,21 +662,17 @@ def test_a_load_that_the_arena_has_no_room_for_at_all_is_computed(
         return load_blocks(request, timeout_s)
 
     monkeypatch.setattr(engine.sidecar, "load_blocks", asked)
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", PROMPT, params=transfer(load=(A,))) == answer
     assert engine.counted("failed_loads", "storage_full") == 1
     assert waits_ms == [500], "one question, which waits in the sidecar"
 
 
 @pytest.mark.parametrize("spoil", [False, True])
 def test_the_engine_ends_the_lease_of_every_load(engine: Engine, spoil: bool) -> None:
-    engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    engine.save(PROMPT, A, forgets=True)
     if spoil:
         engine.sidecar.corrupt(A)
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.loop.play("again", PROMPT, params=transfer(load=(A,)))
     engine.sidecar.wait_for("end_load" if spoil else "report_load")  # what is told of a load ends its lease
     engine.loop.settle()
 
@@ -742,11 +685,9 @@ def test_a_new_request_starts_from_whatever_the_tenant_has_when_that_is_enough_t
 ) -> None:
     for tokens_min, matches, loads in ((64, True, 1), (len(PROMPT) + 1, True, 0), (64, False, 0)):
         engine = start_engine(extra={"match_prefix": matches}, bounds={"match_tokens_min": tokens_min})
-        engine.loop.add("first", PROMPT, params=transfer(save=A))
-        engine.loop.run_to_end("first")
+        engine.loop.play("first", PROMPT, params=transfer(save=A))
         engine.loop.forget_prefixes()
-        engine.loop.add("other", [*PROMPT, 7], params=transfer(save=B))
-        engine.loop.run_to_end("other")
+        engine.loop.play("other", [*PROMPT, 7], params=transfer(save=B))
 
         assert engine.counted("loads") == loads
 
@@ -754,8 +695,7 @@ def test_a_new_request_starts_from_whatever_the_tenant_has_when_that_is_enough_t
 def test_kept_text_is_never_taken_for_the_same_tokens_with_an_image(start_engine: Callable[..., Engine]) -> None:
     """Two images of one size have the same tokens. Seen to fail with images not looked at: KV of the text was found."""
     engine = start_engine()
-    engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    engine.save(PROMPT, A, forgets=True)
     side = engine.loop.connector.scheduler_side
 
     def asks(name: str, **fields: Any) -> bool:
@@ -774,17 +714,13 @@ def test_nothing_is_promised_while_a_rank_has_no_arena_and_again_when_it_has(eng
     answer, sidecar, link = engine.save(PROMPT, A), engine.sidecar, engine.loop.worker.worker_side._link
     arena, sidecar.arena = sidecar.arena, None
     link.lost(link.terms())
-    engine.save([9, *PROMPT], B, name="other")
-    engine.loop.forget_prefixes()
-    engine.loop.add("without", PROMPT, params=transfer(load=(A,)))
-    assert engine.loop.run_to_end("without") == answer
+    engine.save([9, *PROMPT], B, name="other", forgets=True)
+    assert engine.loop.play("without", PROMPT, params=transfer(load=(A,))) == answer
     assert (engine.counted("missed_loads", "no_arena"), engine.counted("failed_loads")) == (1, 0)
 
     sidecar.arena = arena
     engine.clock.advance(s=10)
-    engine.save([8, *PROMPT], C, name="later")
-    engine.loop.forget_prefixes()
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.save([8, *PROMPT], C, name="later", forgets=True)
+    engine.loop.play("again", PROMPT, params=transfer(load=(A,)))
 
     assert engine.counted("loads") == 1

@@ -60,8 +60,7 @@ def children(order: str, secret: Path, *, other: str, extra: dict[str, Any] | No
 def ask(engine: Engine, prompt: list[int] = PROMPT, *, name: str = "again", **orders: Any) -> tuple[list[int], int]:
     """Return the answer, and how many tokens of the prompt were computed."""
     engine.loop.forget_prefixes()
-    engine.loop.add(name, prompt, params=transfer(**orders) if orders else None)
-    answer = engine.loop.run_to_end(name)
+    answer = engine.loop.play(name, prompt, params=transfer(**orders) if orders else None)
     return answer, engine.loop.computed[name] - len(answer) + 1
 
 
@@ -101,8 +100,7 @@ def test_where_the_other_fails_all_is_computed_and_no_wrong_kv_is_saved(
 ) -> None:
     engine = start(order, extra={"early_saves": "on"})
     toy.is_async = is_async
-    engine.loop.add("first", LONG)
-    answer = engine.loop.run_to_end("first")
+    answer = engine.loop.play("first", LONG)
     toy.fails = True
     again, computed = ask(engine, LONG, save=A)
 
@@ -119,8 +117,7 @@ def test_a_request_that_ends_while_the_other_loads_is_not_saved(
     """Seen failing: vLLM counts tokens as computed before they are loaded, and blocks of others were saved."""
     engine = start(order)
     toy.is_async = is_async
-    engine.loop.add("first", PROMPT)
-    engine.loop.run_to_end("first")
+    engine.loop.play("first", PROMPT)
     engine.loop.forget_prefixes()
     toy.is_held = True
     request = engine.loop.add("gone", PROMPT, params=transfer(save=A))

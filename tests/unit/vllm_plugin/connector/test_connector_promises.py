@@ -24,8 +24,7 @@ def test_a_save_asks_for_the_promise_of_its_order(
     engine = start_engine(extra={"early_saves": early}, windows=windows)
     order = verify_kv_transfer(transfer(save=A)[KV_TRANSFER_KEY], SECRET)
     order = replace(order, retain_ms=60_000, pinned=True)
-    engine.loop.add("save", PROMPT, params={KV_TRANSFER_KEY: sign_kv_transfer(order, SECRET)})
-    engine.loop.run_to_end("save")
+    engine.loop.play("save", PROMPT, params={KV_TRANSFER_KEY: sign_kv_transfer(order, SECRET)})
     asked = engine.sidecar.asked_promises
 
     assert asked[A] == {(60_000, True)}

@@ -56,8 +56,7 @@ def test_the_engines_blocks_are_held_until_they_are_copied_and_no_longer(engine:
     free = engine.loop.free_blocks
     hang = engine.sidecar.hang["prepare_save"] = threading.Event()
     engine.loop.add("save", PROMPT, params=transfer(save=A))
-    for _ in range(6):
-        engine.loop.step()
+    engine.loop.steps(6)
 
     assert "save" in engine.loop.finished
     assert engine.loop.scheduler.has_requests()
@@ -73,8 +72,7 @@ def test_a_slow_upload_does_not_hold_the_engines_blocks(engine: Engine) -> None:
     free = engine.loop.free_blocks
     hang = engine.sidecar.hang["save_blocks"] = threading.Event()
     engine.loop.add("save", PROMPT, params=transfer(save=A))
-    for _ in range(6):
-        engine.loop.step()
+    engine.loop.steps(6)
     _settle_copies(engine)
     engine.loop.step()
 
@@ -91,8 +89,7 @@ def test_a_save_waiting_too_long_for_a_thread_is_skipped(start_engine: Callable[
     hang = engine.sidecar.hang["prepare_save"] = threading.Event()
     engine.loop.add("first", PROMPT, params=transfer(save=A))
     engine.loop.add("second", PROMPT[:99], params=transfer(save=B))
-    for _ in range(6):
-        engine.loop.step()
+    engine.loop.steps(6)
     engine.sidecar.wait_for("prepare_save")
     engine.clock.advance(ms=2_000)
     engine.loop.step()
@@ -165,8 +162,7 @@ def test_files_hold_whole_engine_blocks_whatever_the_sidecar_would_like(start_en
     engine.loop.forget_prefixes()
 
     assert {group.block_tokens for group in engine.sidecar.manifests[A].groups} == {48}
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.play("again", PROMPT, params=transfer(load=(A,))) == answer
     assert engine.counted("loads") == 1
 
 
@@ -247,8 +243,7 @@ def test_blocks_are_not_held_for_a_sidecar_that_takes_nothing(start_engine: Call
     free = engine.loop.free_blocks
     hang = engine.sidecar.hang["save_blocks"] = threading.Event()
     engine.loop.add("save", PROMPT, params=transfer(save=A))
-    for _ in range(6):
-        engine.loop.step()
+    engine.loop.steps(6)
     engine.sidecar.wait_for("save_blocks")
     held = engine.loop.free_blocks
     engine.clock.advance(ms=2_000)
@@ -311,8 +306,7 @@ def test_a_save_waits_for_room_in_the_arena_no_longer_than_blocks_may_be_held(
     memory.borrowers.add("stopped")
     assert memory.lend("stopped", Place(B, 0, 0), 39_000)
     engine.loop.add("save", PROMPT, params=transfer(save=A))
-    for _ in range(6):
-        engine.loop.step()
+    engine.loop.steps(6)
     engine.sidecar.wait_for("lend_slots")
     held = engine.loop.free_blocks
     engine.clock.advance(ms=2_000)
@@ -461,8 +455,7 @@ def test_an_abort_before_a_block_is_computed_saves_nothing(start_engine: Callabl
 
 def test_an_abort_after_the_prompt_saves_it_as_a_stop_string_ends_so(engine: Engine) -> None:
     engine.loop.add("save", PROMPT, max_tokens=20, params=transfer(save=A))
-    for _ in range(4):
-        engine.loop.step()
+    engine.loop.steps(4)
     engine.loop.abort("save")
     engine.loop.run(lambda: not engine.loop.scheduler.has_requests())
 
@@ -473,10 +466,8 @@ def test_an_abort_after_the_prompt_saves_it_as_a_stop_string_ends_so(engine: Eng
 @pytest.mark.parametrize("batch", [16, 64, 100])
 def test_a_prompt_computed_in_chunks_is_saved_whole(start_engine: Callable[..., Engine], batch: int) -> None:
     engine = start_engine(max_num_batched_tokens=batch)
-    answer = engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
-    engine.loop.add("again", [*PROMPT, *answer, 5], params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    answer = engine.save(PROMPT, A, forgets=True)
+    engine.loop.play("again", [*PROMPT, *answer, 5], params=transfer(load=(A,)))
 
     assert engine.loop.computed["again"] == 155 - 153 + 3
 
@@ -494,8 +485,7 @@ def test_two_requests_under_one_name_are_saved_once(engine: Engine) -> None:
 
 def test_nothing_is_remembered_of_finished_requests(engine: Engine) -> None:
     engine.save(PROMPT, A)
-    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.loop.play("again", PROMPT, params=transfer(load=(A,)))
 
     assert engine.loop.connector.scheduler_side._requests == {}
 

@@ -28,8 +28,7 @@ def read_only(*load: CacheRef, name: str, save: CacheRef | None = None, tokens: 
 def turn(engine: Engine, params: dict[str, Any], *, name: str, more: tuple[int, ...] = (7, 7, 7)) -> int:
     """Run a turn on an engine whose own cache is empty; return how many tokens it computed."""
     engine.loop.forget_prefixes()
-    engine.loop.add(name, [*CONTEXT, *more], params=params)
-    engine.loop.run_to_end(name)
+    engine.loop.play(name, [*CONTEXT, *more], params=params)
     return engine.loop.computed[name]
 
 
@@ -123,8 +122,7 @@ def test_a_sidecar_that_does_not_answer_has_lost_nothing(start_engine: Callable[
     engine.loop.add("turn", [*CONTEXT, 8], params=read_only(A, name="turn"))
     engine.loop.step()
     engine.clock.advance(ms=60_000)
-    for _ in range(10):
-        engine.loop.step()
+    engine.loop.steps(10)
     assert "turn" in engine.loop.finished
     hang.set()
     engine.loop.settle()

@@ -49,8 +49,7 @@ def sleep(engine: Engine, model: torch.nn.Module, change: Callable[[torch.nn.Mod
 
 def ask(engine: Engine, *, name: str = "again") -> tuple[list[int], int, str]:
     """Return the answer, the number of computed tokens of the prompt, and the reason that the receipt gives."""
-    engine.loop.add(name, PROMPT, params=transfer(load=(A,)))
-    answer = engine.loop.run_to_end(name)
+    answer = engine.loop.play(name, PROMPT, params=transfer(load=(A,)))
     engine.loop.settle()
     report = engine.sidecar.reports.pop(f"request--{A}")
     return answer, engine.loop.computed[name] - 3, str(report.reason)
@@ -73,8 +72,7 @@ def test_after_a_sleep_with_other_weights_kv_is_computed_and_the_receipt_says_wh
 
     assert ask(engine) == (answer, len(PROMPT), "fingerprint_mismatch")
     engine.loop.forget_prefixes()
-    engine.loop.add("new", PROMPT, params=transfer(save=B))
-    engine.loop.run_to_end("new")
+    engine.loop.play("new", PROMPT, params=transfer(save=B))
     assert engine.sidecar.manifests[B].fingerprint != engine.sidecar.manifests[A].fingerprint
 
 
@@ -182,11 +180,9 @@ def test_no_thread_touches_the_engine_s_memory_while_it_is_unmapped(start_engine
 
 
 def test_work_that_begins_while_the_engine_sleeps_is_given_up(engine: Engine) -> None:
-    engine.save(PROMPT, A)
-    engine.loop.forget_prefixes()
+    engine.save(PROMPT, A, forgets=True)
     engine.loop.worker.unregister_kv_caches()
-    engine.loop.add("turn", PROMPT, params=transfer(load=(A,), save=B))
-    engine.loop.run_to_end("turn")
+    engine.loop.play("turn", PROMPT, params=transfer(load=(A,), save=B))
 
     assert engine.counted("failed_loads", "asleep") == 1
     assert engine.counted("skipped_saves", "asleep") == 1

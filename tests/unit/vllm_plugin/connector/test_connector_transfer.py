@@ -267,8 +267,7 @@ def test_a_seal_that_hangs_does_not_hold_up_the_shutdown(start_engine: Callable[
 
 
 def test_vllms_metrics_are_told_where_the_tokens_come_from(engine: Engine) -> None:
-    engine.save(list(range(1, 100)), A)
-    engine.loop.forget_prefixes()
+    engine.save(list(range(1, 100)), A, forgets=True)
     request = engine.loop.add("again", list(range(1, 100)), params=transfer(load=(A,)))
     engine.loop.settle()
     engine.loop.step()
