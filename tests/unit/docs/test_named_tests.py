@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.unit.docs.test_named_code import names_of
 
 ROOT = Path(__file__).parents[3]
 NUM_REPORTS = 54
@@ -27,8 +28,7 @@ def lost(cell: str, folder: Path) -> list[tuple[str, str]]:
     found, file = [], ""
     for path, function in re.findall(r"`([\w/]+\.py|…)::(\w+)`", cell):
         file = file if path == "…" else path
-        tree = ast.parse((folder / file).read_text())
-        if function not in {node.name for node in ast.walk(tree) if hasattr(node, "name")}:
+        if function not in names_of(folder / file):
             found.append((file, function))
     return found
 

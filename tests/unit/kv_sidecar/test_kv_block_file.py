@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from contextcache.errors import CorruptBlock
 from kv_sidecar.format.block_file import BlockFileWriter, BlockMeta, parse_block_file
-from kv_sidecar.format.ids import BlockKey, block_id
+from kv_sidecar.format.ids import block_id
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, block_file_bytes, block_meta_of
 
 TOKENS = (5, 6, 7, 0xFFFF_FFFF)
@@ -152,17 +152,3 @@ def test_a_tail_is_verified_by_its_checksum() -> None:
 
     with pytest.raises(CorruptBlock):
         parse_block_file(data).verify(meta)
-
-
-@pytest.mark.parametrize("key", [BlockKey("block", "a0" * 32, 0), BlockKey("tail", "ref_" + "0b" * 16, 17)])
-def test_file_names_come_back_as_keys(key: BlockKey) -> None:
-    assert BlockKey.from_file_name(key.file_name) == key
-    assert key.fan_out == key.name.removeprefix("ref_")[:2]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["", "x.safetensors", "a0" * 32 + ".safetensors", "a0" * 32 + ".r00.safetensors", "A0" * 32 + ".r0.safetensors"],
-)
-def test_other_file_names_are_no_keys(name: str) -> None:
-    assert BlockKey.from_file_name(name) is None

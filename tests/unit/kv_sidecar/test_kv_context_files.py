@@ -301,6 +301,7 @@ def test_blocks_smaller_than_the_least_are_refused(group: KVGroup) -> None:
 def test_a_file_is_named_for_its_group_and_a_tail_for_its_first_token(key: BlockKey, name: str) -> None:
     assert key.file_name == name
     assert BlockKey.from_file_name(name) == key
+    assert key.fan_out == key.name.removeprefix("ref_")[:2]
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,12 @@ def test_a_file_is_named_for_its_group_and_a_tail_for_its_first_token(key: Block
         f"{REF}.{A}.00.r0.safetensors",
         f"{REF}.{A}.-1.r0.safetensors",
         f"{REF}.0.r0.safetensors",
+        "",
+        "x.safetensors",
+        "a0" * 32 + ".safetensors",
+        "a0" * 32 + ".r00.safetensors",
+        "A0" * 32 + ".r0.safetensors",
     ],
 )
-def test_a_block_with_a_first_token_and_a_tail_without_are_no_files_of_ours(name: str) -> None:
+def test_other_file_names_are_no_keys(name: str) -> None:
     assert BlockKey.from_file_name(name) is None

@@ -31,27 +31,16 @@ def test_this_process_is_alive_under_its_own_name():
     assert is_alive(name_of(os.getpid()))
 
 
-def test_a_reused_pid_is_somebody_else():
+def test_a_pid_of_another_process_of_another_boot_or_of_none_is_not_alive():
     mine = name_of(os.getpid())
-    earlier = dataclasses.replace(mine, started=f"{mine.started.rpartition(':')[0]}:1")
-
-    assert not is_alive(earlier)
-    assert session_members(earlier) == []
-
-
-def test_a_record_from_before_a_reboot_is_stale():
-    mine = name_of(os.getpid())
-    before = dataclasses.replace(mine, started=f"another-boot:{mine.started.rpartition(':')[2]}")
-
-    assert not is_alive(before)
-    assert session_members(before) == []
-
-
-def test_a_pid_nobody_has_is_dead():
-    gone = ProcessName(NEVER_A_PID, "boot:1")
-
-    assert not is_alive(gone)
-    assert session_members(gone) == []
+    boot, _, ticks = mine.started.rpartition(":")
+    for name in (
+        dataclasses.replace(mine, started=f"{boot}:1"),
+        dataclasses.replace(mine, started=f"another-boot:{ticks}"),
+        ProcessName(NEVER_A_PID, "boot:1"),
+    ):
+        assert not is_alive(name), name
+        assert session_members(name) == [], name
 
 
 def test_a_process_whose_first_thread_has_ended_is_there_until_the_others_have(tmp_path):
