@@ -11,6 +11,8 @@ turn.
   directories of LMCache's and vLLM's file tiers and of our shared store stay, as a mount would.
 
 A client whose request fails tries again each second, and each failure counts. Its time runs from the first try.
+Tokens of a prompt that no earlier prompt of its session begins with are new, and each system computes them. Others that
+are computed are recomputed.
 At the end plain vLLM computes some prompts again, each with an empty prefix cache: an answer that differs is wrong.
 All is greedy, in float32.
 """
@@ -26,6 +28,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +38,7 @@ from benchmarks.engines import AFTER_STACK, forget_prefixes, running, start_engi
 from benchmarks.estimates import cell, percentile
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, exit_code, write_result
-from benchmarks.traces import SCALE, Session, sessions
+from benchmarks.traces import BLOCK_TOKENS, SCALE, Session, sessions
 from deploy.local.environments import made
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
@@ -45,14 +49,14 @@ from deploy.local.table import render
 
 ROOT = Path(__file__).resolve().parents[1]
 STACK_DIRECTORY = ROOT / ".build" / "bench-stack"
-BLOCK_TOKENS, WINDOW_TOKENS = 32, 4096
+ENGINE_BLOCK_TOKENS, WINDOW_TOKENS = 32, 4096
 MEMORY_BYTES = 1 << 30
 KILL_AFTER_S, KILLED_TOKENS = 0.7, 64
 """Time from a request to the kill of its engine, and the tokens of that answer: no engine is done by then."""
 RETRY_S, GIVE_UP_S = 1.0, 300.0
 PHASES = ("calm", "killed", "lost")
 """Before the kill; from it on; from the loss of the pod on."""
-_HEADS = ("system", "from", "requests", "failures", "wrong", "computed", "TTFT p50 ms", "p99 ms")
+_HEADS = ("system", "from", "requests", "failures", "wrong", "computed", "again", "TTFT p50 ms", "p99 ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,14 @@ class Asked:
     phase: str
     kills: bool = False
     """The engine is killed while it answers."""
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the prompt behind the longest beginning that it shares with an earlier one of its session."""
+        blocks = self.session.requests[self.number].blocks
+        earlier = (self.session.requests[number].blocks for number in range(self.number))
+        shared = (sum(1 for _ in takewhile(bool, map(eq, blocks, one))) for one in earlier)
+        return BLOCK_TOKENS * (len(blocks) - max(shared, default=0))
 
     @property
     def body(self) -> dict[str, Any]:
@@ -83,6 +95,11 @@ class Sample:
     """Time to the first token, from the first try."""
     computed_tokens: int
     failures: int
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Computed tokens beyond the new ones."""
+        return max(0, self.computed_tokens - self.asked.new_tokens)
 
 
 class System(Protocol):
@@ -164,7 +181,12 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault("SIDECAR_MEMORY_LIMIT_BYTES", str(MEMORY_BYTES))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    space = ("--max-model-len", str(WINDOW_TOKENS), "--num-gpu-blocks-override", str(options.kv_tokens // BLOCK_TOKENS))
+    space = (
+        "--max-model-len",
+        str(WINDOW_TOKENS),
+        "--num-gpu-blocks-override",
+        str(options.kv_tokens // ENGINE_BLOCK_TOKENS),
+    )
     schedule = scheduled(sessions(options.sessions))
     load, began_s = os.getloadavg(), time.monotonic()
     try:
@@ -189,7 +211,12 @@ def main() -> int:
     shape = {"sessions": options.sessions, "scale": SCALE, "kv_tokens": options.kv_tokens, "cold": len(cold)}
     taken = {"load": [load, os.getloadavg()], "took_s": round(time.monotonic() - began_s)}
     versions = {name: list(pins) for name, pins in PINS.items()}
-    write_result(options.out, {"dtype": "float32", **shape, **taken, "versions": versions, "rows": rows})
+    series = {name: [[one.recomputed_tokens, round(one.waited_ms, 1)] for one in samples[name]] for name in samples}
+    phases = [asked.phase for asked in schedule]
+    write_result(
+        options.out,
+        {"dtype": "float32", **shape, **taken, "versions": versions, "rows": rows, "phases": phases, "series": series},
+    )
     return 0
 
 
@@ -285,6 +312,7 @@ def rows_of(name: str, samples: Sequence[Sample], cold: dict[int, str]) -> Itera
             "failures": sum(samples[at].failures for at in of_phase),
             "wrong": sum(samples[at].text != cold[at] for at in of_phase if at in cold),
             "computed_tokens": sum(samples[at].computed_tokens for at in of_phase),
+            "recomputed_tokens": sum(samples[at].recomputed_tokens for at in of_phase),
             "ttft_ms_median": percentile(waited_ms),
             "ttft_ms_p99": percentile(waited_ms, 99.0),
         }

@@ -34,3 +34,14 @@ def test_an_answer_that_differs_from_the_cold_one_is_wrong():
     *_, whole = rows_of("ours", samples, {0: "same", 2: "other"})
 
     assert (whole["wrong"], whole["failures"], whole["computed_tokens"]) == (1, 6, 20)
+
+
+def test_tokens_that_an_earlier_prompt_of_the_session_begins_with_are_recomputed_and_others_new():
+    order = scheduled(sessions(1))[:2]
+    begun, continued = (len(asked.body["prompt"]) for asked in order)
+    samples = [Sample(asked, "", 10.0, len(asked.body["prompt"]), failures=0) for asked in order]
+
+    *_, whole = rows_of("plain", samples, {})
+
+    assert [asked.new_tokens for asked in order] == [begun, continued - begun]
+    assert whole["recomputed_tokens"] == begun
