@@ -51,12 +51,16 @@ CUSTOM_INPUT = "input"
 """Argument of the function that stands for a custom tool."""
 
 
+class Compacted(dict[str, Any]):
+    """Message in the place of a compaction item, with the item's content. No message of a client's JSON is one."""
+
+
 def messages_of(
     given: str | Sequence[Mapping[str, Any]], *, param: str = "input", takes_compaction: bool = False
 ) -> list[dict[str, Any]]:
     """Return items as messages. Raises InvalidRequest that names `param` and the item's position.
 
-    `takes_compaction`: a compaction item becomes a message that has only its content, under COMPACTION.
+    `takes_compaction`: a compaction item becomes a `Compacted`.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -64,7 +68,7 @@ def messages_of(
     for index, item in enumerate(given):
         try:
             if takes_compaction and item.get("type") == COMPACTION:
-                messages.append({"role": "user", COMPACTION: _word(item, "encrypted_content")})
+                messages.append(Compacted(role="user", content=_word(item, "encrypted_content")))
                 continue
             _add(messages, item, f"{param}[{index}]")
         except (AttributeError, KeyError, TypeError) as exc:

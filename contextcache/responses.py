@@ -171,7 +171,7 @@ def continued_by(
     generation: int | None = None
     other: SessionId | None = None
     if previous is not None:
-        other, generation = _previous(previous)
+        other, generation = previous_named(previous)
     elif said is not None:
         other = _conversation(said)
     elif compaction is not None:
@@ -227,7 +227,8 @@ def _compacted(content: str) -> SessionId:
     return found[0]
 
 
-def _previous(said: Any) -> tuple[SessionId, int]:
+def previous_named(said: Any) -> tuple[SessionId, int]:
+    """Return context and generation of a `previous_response_id`. Raises InvalidRequest, PreviousResponseNotFound."""
     if not isinstance(said, str):
         raise InvalidRequest("previous_response_id must be a string", param="previous_response_id")
     found = generation_named(said) if said.startswith("resp_") else None

@@ -20,7 +20,7 @@ from contextcache.errors import ContextBusy, EngineFailed, InvalidRequest, Store
 from contextcache.input_items import COMPACTION
 from contextcache.items import ITEM_IDS, RESPONSE, instructions_of, messages_of, stored_messages
 from contextcache.model import CacheSessionMetadata, Segment, SessionId, TenantId
-from contextcache.responses import compaction_content, telling_what_is_missing, usage_of_response
+from contextcache.responses import compaction_content, previous_named, telling_what_is_missing, usage_of_response
 from contextcache.terms import whole
 from gateway.contexts import Contexts, check_id
 from gateway.conversations import TTL_S, Conversations
@@ -82,13 +82,14 @@ class Compactions:
         The item names a context that begins with instructions, these messages and a summary. Raises InvalidRequest,
         PreviousResponseNotFound, and as a create.
         """
-        previous, given = said.get("previous_response_id"), said.get("input")
-        new = [_user(given)] if isinstance(given, str) else given or []
+        previous, given = said.get("previous_response_id"), said.get("input") or []
+        new = [_user(given)] if isinstance(given, str) else given
         if not isinstance(new, list) or (previous is None and not new):
             raise InvalidRequest("give input or previous_response_id", param="input")
         shared = {key: said[key] for key in _SHARED if said.get(key) is not None}
         items, parent = new, ""
         if previous is not None:
+            previous_named(previous)
             with telling_what_is_missing(said):
                 session, segments, placed, _ = await self._conversations.stored_response(tenant, previous)
             items, parent = [*(one.item for one in placed), *new], session.session_id

@@ -158,6 +158,7 @@ class TurnStory:
         """Make a context: reserve, answer the first prompt, save its KV, register. Raises ContextCacheError."""
         if not request.commit:
             raise InvalidRequest("context_commit must not be false on a create", param="context_commit")
+        request = with_summary(request, Transcript())  # a new context has no summary
         lease_id = secrets.token_hex(16)
         async with self._taking(new.tenant, new.session_id, lease_id):
             session = await self.manager.reserve(

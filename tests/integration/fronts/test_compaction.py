@@ -202,6 +202,30 @@ async def test_a_compaction_beside_another_response_is_refused(client):
 
 
 @only_http
+async def test_a_new_context_takes_no_compaction(front, client):
+    """Seen failing: the new conversation began with an empty message instead of the summary."""
+    compacted = await client.responses.compact(model=MODEL, input="Where is Oslo?")
+    item = compacted.output[-1].model_dump(exclude_unset=True)
+    body = {"model": MODEL, "input": [item, {"role": "user", "content": "?"}], "conversation": "new"}
+    told = await sent(front, "/v1/responses", body, status=400)
+
+    assert "compaction item" in told["error"]["message"]
+    assert told["error"]["param"] == "input"
+    assert len(await contexts(front)) == 1
+
+
+@only_http
+@pytest.mark.parametrize("extra", [7, None, "cmp_1_old"])
+async def test_a_chat_message_may_have_a_field_of_the_name_compaction(front, pod, extra):
+    """Seen failing: 502 for a value that is no string, because the field marked compaction items."""
+    await sent(front, "/v1/context", {"model": MODEL, "messages": CHAT, "session_id": "old"})
+    new = {"role": "user", "content": "And Rome?", "compaction": extra}
+    await sent(front, "/v1/chat/completions", {"model": MODEL, "session_id": "old", "messages": [new]})
+
+    assert "And Rome?" in turns(pod)[-1][0]
+
+
+@only_http
 @pytest.mark.parametrize(
     ("path", "body", "status", "code"),
     [
@@ -215,6 +239,8 @@ async def test_a_compaction_beside_another_response_is_refused(client):
         ("/v1/responses/compact", {"model": MODEL}, 400, "invalid_request"),
         ("/v1/responses/compact", {"model": MODEL, "input": [{"type": "nothing"}]}, 400, "invalid_request"),
         ("/v1/responses/compact", {"model": MODEL, "input": 7}, 400, "invalid_request"),
+        ("/v1/responses/compact", {"model": MODEL, "input": ""}, 400, "invalid_request"),
+        ("/v1/responses/compact", {"model": MODEL, "previous_response_id": 7}, 400, "invalid_request"),
         ("/v1/responses/compact", {"model": MODEL, "input": "x", "max_output_tokens": 0}, 400, "invalid_request"),
         ("/v1/responses/compact", {"model": "none", "input": "x"}, 404, "model_not_found"),
         (

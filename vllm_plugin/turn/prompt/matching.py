@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any
 
 from contextcache.errors import HistoryAmbiguous, InvalidRequest
-from contextcache.input_items import COMPACTION
+from contextcache.items import Compacted
 from contextcache.model import ContextMode, SegmentKind
 from contextcache.responses import compaction_named, summary_digest
 from vllm_plugin.turn.prompt.meaning import ASSISTANT, SYSTEM, Meaning, meanings, rendering
@@ -157,13 +157,13 @@ def with_summary(request: TurnRequest, transcript: Transcript) -> TurnRequest:
     transcript does not have the summary.
     """
     sent = request.prompt.messages or ()
-    if not any(COMPACTION in message for message in sent):
+    if not any(isinstance(message, Compacted) for message in sent):
         return request
     known = {summary_digest(message): message for message in transcript.messages}
     whole: list[dict[str, Any]] = []
     for message in sent:
-        named = compaction_named(message[COMPACTION]) if COMPACTION in message else None
-        if COMPACTION not in message:
+        named = compaction_named(message["content"]) if isinstance(message, Compacted) else None
+        if not isinstance(message, Compacted):
             whole.append(message)
         elif named is not None and named[1] in known:
             whole.append(known[named[1]])
