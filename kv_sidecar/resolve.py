@@ -127,7 +127,8 @@ class Resolver:
         for ref in [*self._interrupted(question), *question.cache_refs]:
             if checkpoints.get(ref) in best.whole:
                 continue
-            if await self._consider(best, ref, began_at_ms + question.pull_wait_ms, began_at_ms):
+            is_enough = await self._consider(best, ref, began_at_ms + question.pull_wait_ms, began_at_ms)
+            if is_enough and not self._coming_ms(best):  # the engine would ask again at once
                 return
         ends_at_ms = began_at_ms + max(question.wait_ms, question.pull_wait_ms, round(1000 * _MATCH_S))
         for found in await self._like(best, ends_at_ms):
@@ -183,7 +184,7 @@ class Resolver:
         """Open KV, once it is there, and take it; return whether a search can bring nothing more."""
         named = cache_ref in best.question.cache_refs
         try:
-            manifest = await self._settled(best.question, cache_ref, by_ms, began_at_ms, bring=named)
+            manifest = await self._settled(best, cache_ref, by_ms, began_at_ms, bring=named)
         except ContextCacheError as exc:
             if named and best.manifest is None:
                 best.reason = exc.code
@@ -193,9 +194,10 @@ class Resolver:
         return await self._pulls.runtime.threads.run(best.take, manifest)
 
     async def _settled(
-        self, question: pb.ResolveRequest, cache_ref: CacheRef, by_ms: int, began_at_ms: int, *, bring: bool
+        self, best: Resolution, cache_ref: CacheRef, by_ms: int, began_at_ms: int, *, bring: bool
     ) -> Manifest:
         """Return a manifest, after its seal at the latest `by_ms`. Raises CacheRefNotFound, CacheRefPending."""
+        question = best.question
         tenant, bring = question.tenant, bring and question.bring and cache_ref not in question.saving
         while True:
             try:
@@ -203,7 +205,8 @@ class Resolver:
             except CacheRefPending as exc:
                 pending: CacheRefNotFound = exc
                 left_ms = by_ms - self._clock.now_ms()
-                if self._pulls.will_miss(tenant, cache_ref, left_ms, question.compute_us_per_token):
+                misses = self._pulls.will_miss(tenant, cache_ref, left_ms, question.compute_us_per_token)
+                if misses and not self._coming_ms(best):
                     raise
             except CacheRefNotFound as exc:
                 pending = exc

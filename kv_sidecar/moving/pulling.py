@@ -247,7 +247,7 @@ class Pulls:
             return None
         bytes_per_ms, num_tokens = transfer.come_bytes / elapsed_ms, len(transfer.ours.token_ids)
         return Coming(
-            left_ms=(transfer.wanted_bytes - transfer.come_bytes) / bytes_per_ms,
+            left_ms=max(transfer.wanted_bytes - transfer.come_bytes, 1) / bytes_per_ms,
             us_per_token=transfer.ours.size_bytes / num_tokens / bytes_per_ms * 1000,
             num_tokens=num_tokens,
         )

@@ -118,7 +118,7 @@ class Load:
     def give_up(self, reason: str) -> None:
         """Load nothing for this request."""
         if self.lookup is not None:
-            self.lookup.future.cancel()
+            self.lookup.end()
         self.move("give up")
         self.reason = reason
 
@@ -348,6 +348,7 @@ class SchedulerSide:
         load.device_tokens = num_computed_tokens
         if load.lookup is None or load.phase in (LoadPhase.NOTHING, LoadPhase.FAILED):
             return 0, False
+        load.lookup.device_tokens = num_computed_tokens
         if load.phase in (LoadPhase.PROMISED, LoadPhase.LOADED):
             load.move("ask again")
         if self._without_arena:
@@ -527,7 +528,7 @@ class SchedulerSide:
         self._admitted.pop(request.request_id, None)
         del self._requests[request.request_id]
         if load.lookup is not None:
-            load.lookup.future.cancel()
+            load.lookup.end()
         plan = self._save_plan(request, load, block_ids, counts=counts)
         self._running.end(request.request_id, is_held=plan is not None)
         if plan is None:

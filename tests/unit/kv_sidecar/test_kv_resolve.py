@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,61 @@ async def test_a_pull_whose_time_is_over_is_announced_where_computing_takes_twic
     pods.peer.hold_block.set()
 
     assert (found.manifest, found.reason, found.coming_ms > 0) == (None, "cache_ref_pending", comes)
+
+
+async def _pulled_in_part(pods: Pods, num_files: int, tokens: tuple[int, ...] = DOCUMENT) -> str:
+    """Begin a pull, of which some files come within 600 ms; return its cache_ref."""
+    theirs = await pods.there.save(tokens)
+    pods.peer.hold_block.clear()
+    pods.peer.is_free = lambda rank, index: len(pods.peer.sent) < num_files
+    come: list[int] = []
+    pods.peer.released = come.append
+    pods.here.sidecar.pulls.start(Wanted(TENANT, (theirs.cache_ref,), PEER))
+    await until(lambda: len(come) == num_files, what="files have come")
+    pods.here.clock.advance(ms=600)
+    return theirs.cache_ref
+
+
+async def test_a_pull_that_brings_more_bytes_than_its_manifest_tells_is_never_behind_us(pods: Pods) -> None:
+    """Seen failing: the estimate was negative, and the engine asked again until the pull ended."""
+    pods.peer.change_manifest = lambda manifest: replace(manifest, size_bytes=1)
+    cache_ref = await _pulled_in_part(pods, 1)
+    found = await pods.ask(cache_ref, compute_us_per_token=50_000_000.0)
+    pods.peer.hold_block.set()
+
+    assert found.coming_ms > 0
+
+
+async def test_a_pull_that_pays_is_waited_for_though_it_misses_the_time_of_the_question(pods: Pods) -> None:
+    """Seen failing: such an answer came at once, so the engine asked again and again without a rest."""
+    cache_ref = await _pulled_in_part(pods, 5)
+    coming = pods.here.sidecar.pulls.coming(TENANT, cache_ref)
+    assert coming is not None
+    rate = coming.us_per_token * 0.9
+    wait_ms = int(coming.left_ms / 3)
+    assert pods.here.sidecar.pulls.will_miss(TENANT, cache_ref, wait_ms, rate)
+    asked = asyncio.create_task(pods.ask(cache_ref, pull_wait_ms=wait_ms, compute_us_per_token=rate))
+    await pods.waits(asked)
+    pods.peer.hold_block.set()
+    found = await asked
+
+    assert found.manifest is not None
+    assert found.manifest.cache_ref == cache_ref
+
+
+async def test_kv_that_nearly_suffices_ends_no_wait_for_a_pull_that_pays(pods: Pods) -> None:
+    """Seen failing: the engine asked again and again without a rest."""
+    shorter = await pods.here.save(DOCUMENT[:20])
+    cache_ref = await _pulled_in_part(pods, 1, PROMPT)
+    asked = asyncio.create_task(
+        pods.ask(shorter.cache_ref, cache_ref, pull_wait_ms=LONG_MS, compute_us_per_token=50_000_000.0)
+    )
+    await pods.waits(asked)
+    pods.peer.hold_block.set()
+    found = await asked
+
+    assert found.manifest is not None
+    assert found.manifest.cache_ref == cache_ref
 
 
 async def test_a_checkpoint_is_looked_at_only_where_its_context_does_not_serve_all_it_shares(pods: Pods) -> None:

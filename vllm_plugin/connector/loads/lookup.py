@@ -31,7 +31,7 @@ _GRACE_SHARE = 8
 _SILENT_SHARE = 10
 """Part of the limit that a request waits for a sidecar that left the last question without an answer."""
 _PULL_SHARE = 2
-"""A pull that moves is waited for up to this part of the time that computing the prompt takes (ADR 0148)."""
+"""A pull that moves is waited for up to this part of the time to compute the rest of the prompt (ADR 0148)."""
 NOTHING_IN_COMMON = "other_tokens"
 """Reason for no load: the KV under the name begins with other tokens."""
 
@@ -97,6 +97,15 @@ class Lookup:
         """Done once the thread that asks has ended."""
         self.answer: Match | None = None
         self.deadline_ms = deadline_ms
+        self.device_tokens = 0
+        """Tokens of the prompt that the engine has by itself, as last known."""
+        self.is_over = False
+        """The request waits no longer."""
+
+    def end(self) -> None:
+        """Stop asking; a question in flight runs to its end."""
+        self.is_over = True
+        self.future.cancel()
 
     def result(self, now_ms: int) -> Match | None:
         """Return the match, None while it may still come, or a miss after the deadline. Never waits."""
@@ -162,14 +171,18 @@ class Lookups:
         # Longer than the request waits: a late answer still ends the silence.
         timeout_s = (limit_ms + settings.manifest_deadline_ms) / 1000
 
+        def until_ms() -> int:
+            rest_us = (len(token_ids) - lookup.device_tokens) * compute_us_per_token
+            return asked_at_ms + int(rest_us / 1000) // _PULL_SHARE
+
         def ask() -> None:
             with self.tracer.continued("connector lookup", parent=transfer.traceparent) as span:
                 prompt = np.asarray(token_ids, dtype=np.int64)
                 question.token_ids = prompt.astype("<u4").tobytes()
                 found = self._ask(question, prompt, facts, lookup.deadline_ms, timeout_s)
-                if found.coming_ms and self._pulls.acquire(blocking=False):
+                if found.coming_ms > 0 and self._pulls.acquire(blocking=False):
                     try:
-                        while self._comes_in_time(found, lookup, asked_at_ms + compute_ms // _PULL_SHARE, limit_ms):
+                        while self._comes_in_time(found, lookup, until_ms(), limit_ms):
                             found = self._ask(question, prompt, facts, lookup.deadline_ms, timeout_s)
                     finally:
                         self._pulls.release()
@@ -187,7 +200,8 @@ class Lookups:
     def _comes_in_time(self, found: Match, lookup: Lookup, until_ms: int, limit_ms: int) -> bool:
         """Return whether a pull brings more before `until_ms`. Then the request waits for one more answer."""
         now_ms = self.clock.now_ms()
-        if not found.coming_ms or now_ms + found.coming_ms > until_ms or lookup.result(now_ms) is not None:
+        comes = 0 < found.coming_ms <= until_ms - now_ms
+        if not comes or lookup.is_over or lookup.result(now_ms) is not None:
             return False
         lookup.deadline_ms = now_ms + limit_ms
         return True

@@ -536,6 +536,41 @@ def test_a_pull_that_moves_is_waited_for_up_to_half_of_the_time_to_compute(
     assert engine.loop.computed["again"] == num_computed
 
 
+@pytest.mark.parametrize("announced_ms", [-1, 2_900])
+def test_a_pull_that_brings_less_than_the_engine_computes_in_that_time_is_not_waited_for(
+    engine: Engine, announced_ms: int
+) -> None:
+    """Seen failing, asked again: an estimate below 0 without an end, another one despite 144 tokens on the device."""
+    answer = engine.save(PROMPT, A, forgets=announced_ms < 0)
+    engine.loop.connector.scheduler_side._estimate._tokens_per_ms = len(PROMPT) / 10_000
+    engine.sidecar.coming_ms = announced_ms
+    _start_while_pulled(engine)
+    num_asked = len(engine.sidecar.questions)
+    engine.sidecar.limit_passed.set()
+    lookup = engine.loop.connector.scheduler_side._requests["again"].lookup
+    wait_until(lambda: lookup.future.done() or len(engine.sidecar.questions) > num_asked, what="it is over, or asks")
+    engine.sidecar.pulling.clear()
+
+    assert len(engine.sidecar.questions) == num_asked
+    assert engine.loop.run_to_end("again") == answer
+
+
+def test_a_request_that_ends_asks_no_longer_for_its_pull(engine: Engine) -> None:
+    """Seen failing: the look-up of a client that had left kept its thread as long as half of the prompt takes."""
+    saved(engine)
+    engine.loop.connector.scheduler_side._estimate._tokens_per_ms = len(PROMPT) / 10_000
+    engine.sidecar.coming_ms = 2_900
+    _start_while_pulled(engine)
+    num_asked = len(engine.sidecar.questions)
+    lookup = engine.loop.connector.scheduler_side._requests["again"].lookup
+    engine.loop.abort("again")
+    engine.sidecar.limit_passed.set()
+    wait_until(lambda: lookup.future.done() or len(engine.sidecar.questions) > num_asked, what="it is over, or asks")
+    engine.sidecar.pulling.clear()
+
+    assert len(engine.sidecar.questions) == num_asked
+
+
 def test_one_question_names_all_that_the_sidecar_needs_to_choose(engine: Engine) -> None:
     saved(engine)
     engine.loop.connector.scheduler_side._estimate._tokens_per_ms = 4.0
