@@ -244,7 +244,7 @@ def _checked(path: str, claims: Claims) -> Claims:
     return claims
 
 
-def _check_list(name: str, spelled: msgspec.Raw, check: Callable[[bytes | msgspec.Raw], DecodedT]) -> DecodedT | None:
+def _check_list(name: str, spelled: msgspec.Raw, check: Callable[[bytes | bytearray | msgspec.Raw], DecodedT]) -> DecodedT | None:
     """Return the result of `check` for a field that is a list, else None. Raises InvalidRequest."""
     if bytes(memoryview(spelled)[:1]) != b"[":
         return None
@@ -257,14 +257,14 @@ def _check_list(name: str, spelled: msgspec.Raw, check: Callable[[bytes | msgspe
         raise InvalidRequest(f"{name} is not valid JSON", param=name) from exc
 
 
-def _leniently(decode: Callable[[bytes | msgspec.Raw], DecodedT], spelled: bytes | msgspec.Raw) -> DecodedT:
+def _leniently(decode: Callable[[bytes | bytearray | msgspec.Raw], DecodedT], spelled: bytes | msgspec.Raw) -> DecodedT:
     """Decode JSON, strict or as Python reads it. Raises as the decoder."""
     try:
         return decode(spelled)
     except msgspec.ValidationError:
         raise
     except _NOT_JSON:
-        return decode(bytes(_with_plain_values(bytes(spelled))))
+        return decode(_with_plain_values(bytes(spelled)))
 
 
 def _strict_claims(body: bytes) -> Claims:

@@ -214,7 +214,7 @@ _DECODERS = {name: _decoders(name) for name in REQUIRED}
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-def check_items_of_input(spelled: bytes | msgspec.Raw, *, param: str = "input") -> None:
+def check_items_of_input(spelled: bytes | bytearray | msgspec.Raw, *, param: str = "input") -> None:
     """Raise InvalidRequest that names `param` for too many items, or for an item that its type does not allow.
 
     Raises DecodeError or UnicodeDecodeError if the input is no strict JSON.
@@ -230,7 +230,7 @@ def check_items_of_input(spelled: bytes | msgspec.Raw, *, param: str = "input") 
         )
 
 
-def last_compaction(spelled: bytes | msgspec.Raw) -> str | None:
+def last_compaction(spelled: bytes | bytearray | msgspec.Raw) -> str | None:
     """Return the content of the last compaction item of a checked input; None: it has none. Raises DecodeError."""
     heads = map(_HEAD.decode, reversed(_LIST.decode(spelled)))
     return next((head.encrypted_content for head in heads if head.type == COMPACTION), None)
