@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from contextcache.errors import EngineFailed, NoReadyEndpoint
 from contextcache.identity import Standby
@@ -82,21 +82,25 @@ class EngineSearch:
         left_s = since_s + self.timeout_s - asyncio.get_running_loop().time()
         if left_s <= 0:
             raise CannotResume("timeout")
-        patience = TurnPatience(left_s)
+        return await self.while_wanted(self._find(attempt), within_s=left_s)
+
+    async def while_wanted(self, work: Coroutine[Any, Any, FoundT], *, within_s: float) -> FoundT:
+        """Return the result of `work`. Raises CannotResume if the client leaves, the process ends, or time is up."""
+        patience = TurnPatience(within_s)
         self.patiences.add(patience)
         leaving = asyncio.ensure_future(patience.receive(self.receive)())
-        finding = asyncio.ensure_future(self._find(attempt))
+        working = asyncio.ensure_future(work)
         try:
             async with patience.watching():
-                await asyncio.wait((leaving, finding), return_when=asyncio.FIRST_COMPLETED)
-                if finding.done():
-                    return finding.result()
+                await asyncio.wait((leaving, working), return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    return working.result()
             raise CannotResume("client" if self.has_left else patience.lost_with.replace("engine", "timeout"))
         finally:
             self.patiences.discard(patience)
             leaving.cancel()
-            finding.cancel()
-            await asyncio.gather(leaving, finding, return_exceptions=True)
+            working.cancel()
+            await asyncio.gather(leaving, working, return_exceptions=True)
 
     async def _find(self, attempt: Callable[[Engine], Awaitable[FoundT]]) -> FoundT:
         assert self.standbys is not None

@@ -255,7 +255,8 @@ class Settlement:
 
 def _usage(turn: Turn, engine_cached_tokens: int, completion_tokens: int) -> TurnUsage:
     num_tokens, num_known = len(turn.prompt.token_ids), turn.prompt.context_tokens
-    return TurnUsage(num_tokens, num_known, engine_cached_tokens, completion_tokens, turn.loaded)
+    cached_before = engine_cached_tokens - turn.num_precomputed
+    return TurnUsage(num_tokens, num_known, cached_before, completion_tokens, turn.loaded)
 
 
 def _end(

@@ -55,6 +55,7 @@ from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.answer.delivery import Delivery
 from vllm_plugin.turn.answer.diagnostics import Cause, Comparison
 from vllm_plugin.turn.answer.repeats import give_again
+from vllm_plugin.turn.answer.rest import CannotResume
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
 from vllm_plugin.turn.engine import ASGIApp
 from vllm_plugin.turn.metrics import TurnMetrics
@@ -180,8 +181,6 @@ class TurnStory:
             with child_span("turn compose"):
                 turn.prompt = await compose_first(client.engine, request)
             await self._compare(turn, Transcript())
-            if client.identity.background:
-                await self._compute_in_pieces(turn)
             await self._run(turn)
 
     async def continue_turn(self, client: Client, request: TurnRequest, session_id: SessionId) -> None:
@@ -284,6 +283,8 @@ class TurnStory:
                 "context, or set `truncation`"
             )
         turn.timings_ms["compose"] = self.clock.now_ms() - turn.started_ms
+        if turn.is_create and turn.client.identity.background:
+            await self._compute_in_pieces(turn)
         reader = partial(turn.client.dialect.answer, turn)
         delivery = Delivery(turn, self._settlement, TurnPatience(self.settings.engine_timeout_s), reader)
         if turn.load_refs:
@@ -316,9 +317,17 @@ class TurnStory:
     async def _compute_in_pieces(self, turn: Turn) -> None:
         """Have the engine compute most of a new prompt, so that other requests wait for one piece at most.
 
-        Rests as long as each piece took. The turn itself computes the rest, or all of it if a piece failed or the
-        engine's prefix cache did not keep the pieces.
+        The turn itself computes the rest, or all of it if a piece failed or took too long, or the engine's prefix cache
+        did not keep the pieces. Raises NoReadyEndpoint if the client leaves or the process ends.
         """
+        try:
+            await turn.client.search.while_wanted(self._pieces(turn), within_s=self.settings.engine_timeout_s / 2)
+        except CannotResume as exc:
+            if str(exc) != "timeout":
+                raise NoReadyEndpoint(f"background work ended: {exc}", retry_after_s=1) from exc
+
+    async def _pieces(self, turn: Turn) -> None:
+        """Compute the pieces of a prompt, and rest as long as each took."""
         ids, (_, salt) = turn.prompt.token_ids, self._kv_order(turn, turn.prompt.token_ids)
         size = max(_PIECE_TOKENS, -(-len(ids) // _PIECES_MAX))
         loop = asyncio.get_running_loop()
@@ -326,6 +335,7 @@ class TurnStory:
             for end in range(size, len(ids), size):
                 begun_s = loop.time()
                 cached = await turn.client.engine.prefill(turn.request.model, ids[:end], salt)
+                turn.num_precomputed += max(0, end - max(cached, end - size))
                 if 2 * cached < end - size:
                     return
                 await asyncio.sleep(loop.time() - begun_s)

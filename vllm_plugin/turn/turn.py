@@ -146,6 +146,8 @@ class Turn(AnsweredRequest):
     """Minimum lifetime that its KV asks for; 0: none."""
     promise: Promise = NO_PROMISE
     """Answer of the sidecar to that."""
+    num_precomputed: int = 0
+    """Prompt tokens that pieces computed before the turn. The engine counts them as cached."""
     no_kv: str = ""
     """Reason why no KV could be reused, or, after a create, why none is durable yet."""
     timings_ms: dict[str, float] = field(default_factory=dict)

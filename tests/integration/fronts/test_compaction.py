@@ -114,6 +114,36 @@ async def test_the_prompt_is_computed_in_pieces_while_the_engine_keeps_them(fron
     assert sizes == [[256, 512, 768, 900], [256, 512, 900]]
 
 
+@only_http
+async def test_tokens_that_the_pieces_computed_are_not_saved(front, pod):
+    """Seen failing: a compaction saved 768 of 900 tokens, because the engine had them from its pieces."""
+    known = []
+
+    def keep(ids):
+        pod.engine.cached_tokens = max((len(one) for one in known if ids[: len(one)] == one), default=0)
+        known.append(ids)
+        return "x"
+
+    await sent(front, "/v1/context", {"model": MODEL, "prompt": "x", "session_id": "old"})
+    pod.engine.answer = keep
+    texts = ["a" * 900, "b" * 256 + "c" * 644]
+    known.append([ord("b")] * 256)
+    made = [await sent(front, "/v1/context/old/compact", {"prompt": text}, status=201) for text in texts]
+
+    assert [(one["computed_tokens"], one["cached_tokens"]) for one in made] == [(900, 0), (644, 256)]
+
+
+@only_http
+async def test_the_pieces_of_a_prompt_that_is_too_long_are_not_computed(front, pod):
+    """Seen failing: the engine computed 32 pieces up to its window, and then the client got the error."""
+    await sent(front, "/v1/context", {"model": MODEL, "prompt": "x", "session_id": "old"})
+    pod.engine.requests.clear()
+    told = await sent(front, "/v1/context/old/compact", {"prompt": "x" * 10_000}, status=400)
+
+    assert told["error"]["code"] == "context_length_exceeded"
+    assert not pod.engine.generations()
+
+
 @pytest.mark.parametrize("stored", [True, False])
 async def test_openais_client_compacts_and_continues_from_the_output(front, client, pod, stored):
     """Seen failing: an item that named a generation was not found once a turn had rewritten that."""
