@@ -95,9 +95,9 @@ class Engine:
         return str(answer["prompt"])
 
     async def prefill(self, model: str, token_ids: Sequence[int], salt: str) -> int:
-        """Compute a prompt into the engine's prefix cache; return how many tokens that had. Raises as `ask`."""
+        """Compute a prompt into this engine's prefix cache; return how many tokens that had. Raises as `ask`."""
         body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "cache_salt": salt}
-        usage = (await self.ask("/v1/completions", body)).get("usage") or {}
+        usage = (await self._answered("/v1/completions", body)).get("usage") or {}
         return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
     async def generate(self, path: str, body: dict[str, Any] | bytes, receive: Receive, send: Send) -> None:
@@ -133,11 +133,20 @@ class Engine:
         return answer
 
     async def is_ready(self) -> bool:
-        """Return whether the engine says within a moment that it is healthy."""
+        """Return whether the engine is healthy and answers a short call, both within a moment.
+
+        vLLM that drains is healthy, and fails every short call.
+        """
         try:
-            return (await self._call("GET", "/health", b"", deadline_s=_HEALTH_DEADLINE_S))[0] == 200
-        except TimeoutError:
+            async with asyncio.timeout(_HEALTH_DEADLINE_S):
+                status, _ = await self._call("GET", "/health", b"", deadline_s=_HEALTH_DEADLINE_S)
+                if status == 200:
+                    await self._answered("/tokenize", {"prompt": "", "add_special_tokens": False})
+                return status == 200
+        except (EngineFailed, NoReadyEndpoint, TimeoutError):
             return False
+        except ContextCacheError:
+            return True
 
     async def _call(self, method: str, path: str, raw: bytes, *, deadline_s: float) -> tuple[int, bytes]:
         """Return status and body of a short call. Raises TimeoutError."""

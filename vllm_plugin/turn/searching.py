@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEADER = "x-context-resume"
+_FAILURES_MAX = 2
+"""Engines that may fail one attempt though they answer another call. A request that makes engines fail ends then."""
 _POLL_S = 0.5
 _COMMENT_S = 5.0
 
@@ -104,8 +106,8 @@ class EngineSearch:
 
     async def _find(self, attempt: Callable[[Engine], Awaitable[FoundT]]) -> FoundT:
         assert self.standbys is not None
-        standby, waited_s = self.client.identity.standby, 0.0
-        while True:
+        standby, waited_s, num_failures = self.client.identity.standby, 0.0, 0
+        while num_failures < _FAILURES_MAX:
             if standby is not None and self.at is None:
                 self.at, app = standby, self.standbys(standby)
             else:
@@ -121,4 +123,6 @@ class EngineSearch:
             try:
                 return await attempt(engine)
             except (EngineFailed, NoReadyEndpoint) as exc:
+                num_failures += isinstance(exc, EngineFailed)
                 log.debug("engine cannot take over", extra={"reason": exc.code})
+        raise CannotResume("limit")

@@ -6,12 +6,15 @@ Seen failing: each ended with 502 or 503 at once, because only a standby's engin
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
+from contextcache.errors import EngineFailed
 from contextcache.identity import Standby
 from tests.kit.breaking_engine import BreakingEngine
 from tests.kit.turn_bench import Pod
+from vllm_plugin.turn.engine import Engine, body_then
 
 pytestmark = pytest.mark.looptime
 
@@ -44,6 +47,18 @@ class Leaving(BreakingEngine):
         await send({"type": "http.response.start", "status": status, "headers": []})
         is_torn = self.gone == "torn"
         await send({"type": "http.response.body", "body": b'{"tok' if is_torn else b"{}", "more_body": is_torn})
+
+
+class Choking(Leaving):
+    """Fails to tokenise any text but an empty one."""
+
+    async def __call__(self, scope, receive, send):
+        message = await receive()
+        if scope["path"] == "/tokenize" and json.loads(message["body"]).get("prompt") != "":
+            await send({"type": "http.response.start", "status": 500, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+        else:
+            await super().__call__(scope, body_then(message.get("body", b""), receive), send)
 
 
 @pytest.fixture
@@ -129,6 +144,33 @@ async def test_a_client_that_leaves_and_the_end_of_the_drain_end_the_wait(pod_of
 
     assert took_s == pytest.approx(7, abs=1)
     assert await is_free(pod, session_id)
+
+
+@DIALECTS
+@pytest.mark.parametrize("standby", [False, True])
+async def test_a_prompt_that_engines_fail_to_tokenise_is_no_engine_that_is_gone(pod_of, path, standby):
+    """Seen failing: such a request was held for TURN_RESUME_TIMEOUT_S, 60 s."""
+    pod = pod_of(Choking("standby") if standby else None)
+    session_id = (await pod.create(prompt="Hello", max_tokens=1)).json["session_id"]
+    pod.engine.__class__ = Choking
+
+    begun_s = asyncio.get_running_loop().time()
+    answer = await pod.ask(session_id, path=path, **PATHS[path])
+
+    assert (answer.status, answer.complete) == (502, True)
+    assert asyncio.get_running_loop().time() - begun_s == pytest.approx(1, abs=1)
+    pod.engine.__class__ = Leaving
+    assert await is_free(pod, session_id)
+
+
+async def test_a_piece_of_a_prompt_that_fails_is_computed_by_no_other_engine():
+    """Seen failing: each piece of a background turn went to all engines for 60 s. Only KV of the own one is used."""
+    engine = Engine(Choking(), {"headers": [], "path": "/"})
+    engine.search = object()  # whose `call` is not there
+    engine._app.leave("drained", 1e9)
+
+    with pytest.raises(EngineFailed):
+        await engine.prefill("m", [1], "salt")
 
 
 async def test_a_client_may_opt_out(pod_of):
