@@ -244,7 +244,9 @@ def _checked(path: str, claims: Claims) -> Claims:
     return claims
 
 
-def _check_list(name: str, spelled: msgspec.Raw, check: Callable[[bytes | bytearray | msgspec.Raw], DecodedT]) -> DecodedT | None:
+def _check_list(
+    name: str, spelled: msgspec.Raw, check: Callable[[bytes | bytearray | msgspec.Raw], DecodedT]
+) -> DecodedT | None:
     """Return the result of `check` for a field that is a list, else None. Raises InvalidRequest."""
     if bytes(memoryview(spelled)[:1]) != b"[":
         return None
