@@ -10,18 +10,17 @@ compaction that ends early leaves nothing, or a context that expires.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from contextcache.claim import RESPONSES_PATH
-from contextcache.errors import ContextBusy, EngineFailed, InvalidRequest, StoreUnavailable
+from contextcache.errors import ContextBusy, ContextQuotaExceeded, EngineFailed, InvalidRequest, StoreUnavailable
 from contextcache.input_items import COMPACTION
 from contextcache.items import ITEM_IDS, RESPONSE, instructions_of, messages_of, stored_messages
 from contextcache.model import CacheSessionMetadata, Segment, SessionId, TenantId
 from contextcache.responses import compaction_content, previous_named, telling_what_is_missing, usage_of_response
-from contextcache.terms import whole
+from contextcache.terms import read_session_id, read_terms, whole
 from gateway.contexts import Contexts, check_id
 from gateway.conversations import TTL_S, Conversations
 from gateway.parts import Parts
@@ -63,6 +62,8 @@ class Compactions:
         given = {key: said[key] for key in ("messages", "prompt") if said.get(key) is not None}
         if given and (field := next((key for key in _OF_SUMMARY if said.get(key) is not None), None)):
             raise InvalidRequest(f"{field} is for a summary: leave it out with messages or prompt", param=field)
+        read_terms(said)
+        read_session_id(said.get("session_id"))
         source = await self._manager.get_session_metadata(tenant, session_id)
         if not source.generation:
             raise ContextBusy("the context is being created", retry_after_s=1)
@@ -87,14 +88,11 @@ class Compactions:
         if not isinstance(new, list) or (previous is None and not new):
             raise InvalidRequest("give input or previous_response_id", param="input")
         shared = {key: said[key] for key in _SHARED if said.get(key) is not None}
-        items, parent = new, ""
+        users, parent = list[Json](), ""
         if previous is not None:
-            previous_named(previous)
-            with telling_what_is_missing(said):
-                session, segments, placed, _ = await self._conversations.stored_response(tenant, previous)
-            items, parent = [*(one.item for one in placed), *new], session.session_id
-            if (stored := instructions_of(segments)) is not None:
-                shared.setdefault("instructions", stored)
+            users, parent, instructions = await self._stored(tenant, said)
+            if instructions is not None:
+                shared.setdefault("instructions", instructions)
         length = _length(said, "max_output_tokens")
         request = {"input": [*new, _user(_REQUEST)], "store": False, "max_output_tokens": length}
         if "tools" in shared:
@@ -103,7 +101,7 @@ class Compactions:
             request |= {"previous_response_id": previous, "truncation": _rolling(length)}
         answer = await ask(RESPONSES_PATH, shared | request, "")
         summary = _text("".join(map(_text_of, answer["output"])))
-        users = [_user(item["content"]) for item in items if _is_message(item) and item["role"] == "user"]
+        users += _users(new)
         last = _user(_SUMMARY + summary)
         begun = {"input": [*users, last], "store": True, "max_output_tokens": 0}
         terms = {"ttl": TTL_S, "ttl_policy": "sliding"}
@@ -121,14 +119,22 @@ class Compactions:
             "usage": _usage(answer["usage"]),
         }
 
+    async def _stored(self, tenant: TenantId, said: Mapping[str, Any]) -> tuple[list[Json], SessionId, str | None]:
+        """Return user messages, context and instructions of the previous response, and hold no transcript."""
+        previous_named(said["previous_response_id"])
+        with telling_what_is_missing(said):
+            session, segments, placed, _ = await self._conversations.stored_response(
+                tenant, said["previous_response_id"]
+            )
+        return _users(one.item for one in placed), session.session_id, instructions_of(segments)
+
     async def _summarised(self, source: CacheSessionMetadata, said: Mapping[str, Any], ask: Ask) -> list[Json]:
         """Return the messages at the head of a context, and a summary of it by the model."""
         length = _length(said, "max_tokens")
         told = said.get("instructions")
         if told is not None and not isinstance(told, str):
             raise InvalidRequest("instructions must be a string", param="instructions")
-        _, segments = await self._manager.read_transcript(source.tenant, source.session_id)
-        head = await asyncio.to_thread(_head, segments)
+        head = await self._conversations.reading(source.tenant, source.session_id, _head)
         request = {
             "model": source.model_id,
             "session_id": source.session_id,
@@ -169,6 +175,12 @@ def _user(content: Any) -> Json:
     return {"type": "message", "role": "user", "content": parts}
 
 
+def _users(items: Iterable[Mapping[str, Any]]) -> list[Json]:
+    """Return the user's messages without earlier summaries: the new summary replaces them."""
+    users = (_user(item["content"]) for item in items if _is_message(item) and item["role"] == "user")
+    return [user for user in users if not _text_of(user).startswith(_SUMMARY)]
+
+
 def _is_message(item: Mapping[str, Any]) -> bool:
     return item.get("type") in (None, "message") and "role" in item
 
@@ -192,8 +204,10 @@ def _usage(told: Mapping[str, Any]) -> Json:
 
 
 def _committed(created: Mapping[str, Any]) -> SessionId:
-    """Return the context that a create made. Raises StoreUnavailable if its commit was refused."""
+    """Return the context that a create made. Raises ContextQuotaExceeded or StoreUnavailable without a commit."""
     made = created.get("session_id")
     if not isinstance(made, str):
+        if created["usage"]["context"].get("reason") == ContextQuotaExceeded.code:
+            raise ContextQuotaExceeded("the compacted context exceeds the tenant's limit of bytes: delete contexts")
         raise StoreUnavailable("the compacted context could not be stored", retry_after_s=1)
     return made

@@ -11,7 +11,8 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -70,6 +71,7 @@ _READS_MAX = 4
 """Concurrent calls of one tenant that read a transcript, which may have megabytes."""
 
 Json = dict[str, Any]
+T = TypeVar("T")
 Segments = tuple[Segment, ...]
 
 
@@ -113,9 +115,13 @@ class Conversations:
     async def items(self, tenant: TenantId, name: SessionId) -> list[Json]:
         """Return all items, oldest first. A sliding life starts again."""
         check_id(name)
+        return await self.reading(tenant, name, partial(_plain_items, name=name))
+
+    async def reading(self, tenant: TenantId, name: SessionId, view: Callable[[Segments], T]) -> T:
+        """Return a view of a context's transcript, made in a thread. Raises TooManyInFlight."""
         with self._reads.request(tenant):
             _, segments = await self._manager.read_transcript(tenant, name)
-            return await asyncio.to_thread(_plain_items, segments, name)
+            return await asyncio.to_thread(view, segments)
 
     async def item(self, tenant: TenantId, name: SessionId, item_id: str) -> Json:
         """Return an item. Raises ContextNotFound for an absent one, too."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from unittest.mock import AsyncMock
+
 import openai
 import pytest
 from openai.types.responses import CompactedResponse
 
+from contextcache.errors import ContextQuotaExceeded
 from contextcache.identity import verify_kv_transfer
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.fronts import code_of, envoy_too, only_http
 from tests.kit.gateway_parts import KEY, OTHER_KEY, SECRET
 from tests.kit.turn_pod import MODEL, running_turn_pod
+from tests.kit.until import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 """OpenAI's client has no type of its own for a user's message in an output."""
@@ -287,6 +292,66 @@ async def test_what_cannot_be_compacted_gets_a_typed_error(front, pod, path, bod
     await sent(front, "/v1/context", {"model": MODEL, "messages": CHAT, "session_id": "chat"})
     async with front.post(path, body) as answer:
         assert await code_of(answer) == (status, code)
+
+
+@only_http
+async def test_earlier_summaries_are_not_repeated_as_messages_of_the_user(client):
+    """Seen failing: each compaction of a stored response kept all summaries before it."""
+    output = (await client.responses.compact(model=MODEL, input="Where is Oslo?")).output
+    for ask in ("Where is Rome?", "Where is Paris?"):
+        last = await client.responses.create(model=MODEL, input=[*output, {"role": "user", "content": ask}])
+        output = (await client.responses.compact(model=MODEL, previous_response_id=last.id)).output
+
+    *users, _ = output
+    assert [one.content[0].text for one in users] == ["Where is Oslo?", "Where is Rome?", "Where is Paris?"]
+
+
+@only_http
+async def test_a_tenants_concurrent_reads_of_transcripts_are_limited(front, manager, pod, monkeypatch):
+    """Seen failing: compactions read any number of transcripts, and held them while the model wrote summaries."""
+    await sent(front, "/v1/context", {"model": MODEL, "messages": CHAT, "session_id": "old"})
+    may_read, read, begin = asyncio.Event(), [], manager.manager.begin_turn
+
+    async def slow(*arguments, **options):
+        read.append(1)
+        await may_read.wait()
+        return await begin(*arguments, **options)
+
+    monkeypatch.setattr(manager.manager, "begin_turn", slow)
+    running = [asyncio.create_task(sent(front, "/v1/context/old/compact", {}, status=201)) for _ in range(4)]
+    await until(lambda: len(read) == 4, what="four transcripts are read")
+    refused = await sent(front, "/v1/context/old/compact", {}, status=429)
+    may_read.set()
+    await asyncio.gather(*running, return_exceptions=True)
+
+    assert refused["error"]["code"] == "too_many_in_flight"
+
+
+@only_http
+@pytest.mark.parametrize("more", [{"ttl": "x"}, {"session_id": "a/b"}, {"metadata": 7}])
+async def test_wrong_terms_are_refused_before_the_model_writes_a_summary(front, pod, more):
+    """Seen failing: the client paid for the summary and then got the error."""
+    await sent(front, "/v1/context", {"model": MODEL, "messages": CHAT, "session_id": "old"})
+    pod.engine.requests.clear()
+    await sent(front, "/v1/context/old/compact", more, status=400)
+
+    assert not pod.engine.generations()
+
+
+@only_http
+async def test_a_tenant_without_room_is_told_its_quota(front, manager, pod, monkeypatch):
+    """Seen failing: 503 with `Retry-After`, so clients paid for summary after summary."""
+    await sent(front, "/v1/context", {"model": MODEL, "messages": CHAT, "session_id": "old"})
+    refusal = ContextQuotaExceeded("over the limit of bytes")
+    monkeypatch.setattr(manager.manager, "commit_turn", AsyncMock(side_effect=refusal))
+    for path, body in (
+        ("/v1/context/old/compact", {}),
+        ("/v1/responses/compact", {"model": MODEL, "input": "x" * 100}),
+    ):
+        told = await sent(front, path, body, status=429)
+        assert told["error"]["code"] == "context_quota_exceeded"
+
+    assert [one["session_id"] for one in await contexts(front)] == ["old"]
 
 
 @only_http
