@@ -171,7 +171,6 @@ class _ReadStream(SseAnswer):
     @override
     def complete(self) -> None:
         """Check that the stream came to its end. Raises EngineFailed, NoReadyEndpoint."""
-        self._tells_usage = self._usage_event is not None  # vLLM may be told to send it to all clients
         if self._usage_event is None and not self._request.wants_usage_chunk:
             self._usage_event = {}
         super().complete()

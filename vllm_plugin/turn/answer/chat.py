@@ -215,8 +215,6 @@ class SseAnswer:
         self._finish_events: list[dict[str, Any]] = []
         """The one with the finish reason, and whatever follows it."""
         self._usage_event: dict[str, Any] | None = None
-        self._tells_usage = request.wants_usage_chunk
-        """The client gets the usage event."""
         self._held_bytes = 0
         self._done = False
         self.result = AnswerResult()
@@ -249,11 +247,11 @@ class SseAnswer:
         return b"".join(self.last_events())
 
     def last_events(self) -> list[bytes]:
-        """Return the held events: the finish reason, the usage event if the client gets one, `[DONE]`."""
+        """Return the held events: the finish reason, the usage event if the client asked for one, `[DONE]`."""
         for event in self._finish_events:
             _strip(event, keep_token_ids=self._request.wants_token_ids)
         events = list(self._finish_events)
-        if self._tells_usage and self._usage_event is not None:
+        if self._request.wants_usage_chunk and self._usage_event is not None:
             events.append(self._usage_event)
         whole = (*(compact_json(event) for event in events), DONE)
         return [Event(b"", b"").with_data(data) for data in whole]

@@ -6,7 +6,6 @@ Seen failing: with a search that finds nothing, each ended with its engine.
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 
@@ -180,23 +179,6 @@ async def test_other_dialects_wait_for_the_engine(tmp_path, path, stream):
     answer = await pod.post(path, {"model": "m", "messages": [], "stream": stream}, pod.identity(kept=GROUP))
 
     assert (answer.status, answer.body, answer.complete) == (200, b"event: message_stop\n\n", True)
-
-
-@PATHS
-async def test_a_usage_event_that_the_engine_sends_unasked_passes(tmp_path, path):
-    """Seen failing: with `--enable-force-include-usage` of vLLM, streams whose KV is kept had no usage."""
-    choice = {"index": 0, "text": "x", "delta": {"content": "x"}, "token_ids": [1], "finish_reason": "stop"}
-    events = [{"id": "1", "choices": [choice]}, {"id": "1", "choices": [], "usage": {"completion_tokens": 1}}]
-
-    async def engine(scope, receive, send):
-        body = b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events) + b"data: [DONE]\n\n"
-        kind = (b"content-type", b"text/event-stream")
-        await send({"type": "http.response.start", "status": 200, "headers": [kind]})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
-
-    answer = await asked(Pod(tmp_path, engine), path, stream=True)
-
-    assert [event.get("usage") for event in answer.events] == [None, {"completion_tokens": 1}]
 
 
 @PATHS
