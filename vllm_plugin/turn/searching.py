@@ -123,6 +123,6 @@ class EngineSearch:
             try:
                 return await attempt(engine)
             except (EngineFailed, NoReadyEndpoint) as exc:
-                num_failures += isinstance(exc, EngineFailed)
+                num_failures += isinstance(exc, EngineFailed) and await engine.tokenizes()
                 log.debug("engine cannot take over", extra={"reason": exc.code})
         raise CannotResume("limit")
