@@ -78,32 +78,32 @@ class Compactions:
         return session, kv
 
     async def compact_response(self, tenant: TenantId, said: Mapping[str, Any], ask: Ask) -> Json:
-        """Return a compacted response in OpenAI's format: the user's messages, and an item that stands for the rest.
+        """Return a compacted response in OpenAI's format: the messages of others, and an item for those of the model.
 
         The item names a context that begins with instructions, these messages and a summary. Raises InvalidRequest,
         PreviousResponseNotFound, and as a create.
         """
         previous, given = said.get("previous_response_id"), said.get("input") or []
-        new = [_user(given)] if isinstance(given, str) else given
+        new = [_message(given)] if isinstance(given, str) else given
         if not isinstance(new, list) or (previous is None and not new):
             raise InvalidRequest("give input or previous_response_id", param="input")
         shared = {key: said[key] for key in _SHARED if said.get(key) is not None}
-        users, parent = list[Json](), ""
+        kept, parent = list[Json](), ""
         if previous is not None:
-            users, parent, instructions = await self._stored(tenant, said)
+            kept, parent, instructions = await self._stored(tenant, said)
             if instructions is not None:
                 shared.setdefault("instructions", instructions)
         length = _length(said, "max_output_tokens")
-        request = {"input": [*new, _user(_REQUEST)], "store": False, "max_output_tokens": length}
+        request = {"input": [*new, _message(_REQUEST)], "store": False, "max_output_tokens": length}
         if "tools" in shared:
             request["tool_choice"] = "none"
         if previous is not None:
             request |= {"previous_response_id": previous, "truncation": _rolling(length)}
         answer = await ask(RESPONSES_PATH, shared | request, "")
         summary = _text("".join(map(_text_of, answer["output"])))
-        users += _users(new)
-        last = _user(_SUMMARY + summary)
-        begun = {"input": [*users, last], "store": True, "max_output_tokens": 0}
+        kept += _kept(new)
+        last = _message(_SUMMARY + summary)
+        begun = {"input": [*kept, last], "store": True, "max_output_tokens": 0}
         terms = {"ttl": TTL_S, "ttl_policy": "sliding"}
         created = await ask(RESPONSES_PATH, shared | begun | terms, parent)
         item = {
@@ -115,18 +115,18 @@ class Compactions:
             "id": created["id"],
             "object": "response.compaction",
             "created_at": created["created_at"],
-            "output": [*users, item],
+            "output": [*kept, item],
             "usage": _usage(answer["usage"]),
         }
 
     async def _stored(self, tenant: TenantId, said: Mapping[str, Any]) -> tuple[list[Json], SessionId, str | None]:
-        """Return user messages, context and instructions of the previous response, and hold no transcript."""
+        """Return messages to keep, context and instructions of the previous response, and hold no transcript."""
         previous_named(said["previous_response_id"])
         with telling_what_is_missing(said):
             session, segments, placed, _ = await self._conversations.stored_response(
                 tenant, said["previous_response_id"]
             )
-        return _users(one.item for one in placed), session.session_id, instructions_of(segments)
+        return _kept(one.item for one in placed), session.session_id, instructions_of(segments)
 
     async def _summarised(self, source: CacheSessionMetadata, said: Mapping[str, Any], ask: Ask) -> list[Json]:
         """Return the messages at the head of a context, and a summary of it by the model."""
@@ -170,15 +170,16 @@ def _rolling(length: int) -> Json:
     return {"type": "rolling_tokens", "tokens": length}
 
 
-def _user(content: Any) -> Json:
+def _message(content: Any, *, role: str = "user") -> Json:
     parts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content
-    return {"type": "message", "role": "user", "content": parts}
+    return {"type": "message", "role": role, "content": parts}
 
 
-def _users(items: Iterable[Mapping[str, Any]]) -> list[Json]:
-    """Return the user's messages without earlier summaries: the new summary replaces them."""
-    users = (_user(item["content"]) for item in items if _is_message(item) and item["role"] == "user")
-    return [user for user in users if not _text_of(user).startswith(_SUMMARY)]
+def _kept(items: Iterable[Mapping[str, Any]]) -> list[Json]:
+    """Return the messages that are not the model's, without earlier summaries: the new summary replaces them."""
+    given = (item for item in items if _is_message(item) and item["role"] != "assistant")
+    messages = (_message(item["content"], role=item["role"]) for item in given)
+    return [message for message in messages if not _text_of(message).startswith(_SUMMARY)]
 
 
 def _is_message(item: Mapping[str, Any]) -> bool:

@@ -295,6 +295,20 @@ async def test_what_cannot_be_compacted_gets_a_typed_error(front, pod, path, bod
 
 
 @only_http
+@pytest.mark.parametrize("stored", [True, False])
+async def test_system_and_developer_messages_stay(client, pod, stored):
+    """Seen failing: the compacted conversation lacked them, so the model no longer followed them."""
+    head = [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": "Speak French."}]
+    given = {"input": [*head, {"role": "user", "content": "Where is Oslo?"}]}
+    if stored:
+        given = {"previous_response_id": (await client.responses.create(model=MODEL, store=True, **given)).id}
+    output = (await client.responses.compact(model=MODEL, **given)).output
+
+    assert [one.role for one in output[:-1]] == ["system", "developer", "user"]
+    assert turns(pod)[-1][0].startswith("<system>Be brief.\x03\n<developer>Speak French.\x03\n<user>Where is Oslo?")
+
+
+@only_http
 async def test_earlier_summaries_are_not_repeated_as_messages_of_the_user(client):
     """Seen failing: each compaction of a stored response kept all summaries before it."""
     output = (await client.responses.compact(model=MODEL, input="Where is Oslo?")).output
