@@ -21,6 +21,7 @@ from typing_extensions import override
 from contextcache.claim import RESPONSES_PATH, SESSION_HEADER, label_of, read_strict_claims
 from contextcache.errors import EngineFailed, InvalidRequest
 from contextcache.fields import OUR_FIELDS
+from contextcache.input_items import COMPACTION
 from contextcache.items import custom_arguments, custom_input
 from contextcache.model import ContextMode, SessionId, UsageFormat
 from contextcache.responses import (
@@ -46,7 +47,7 @@ _REFUSED: Mapping[str, str] = {
     "previous_input_messages": "the context has the previous messages",
     "prompt": "no prompt templates are stored here",
 }
-_NOT_RECORDED = frozenset({"tools", "instructions", "conversation", "store"})
+_NOT_RECORDED = frozenset({"tools", "instructions", "conversation", "store", COMPACTION})
 """Fields that are not stored with each answer. Tools are large, and the transcript has the instructions."""
 
 
@@ -67,6 +68,7 @@ class Responses(Dialect):
         ours = {key: body[key] for key in OUR_FIELDS - {"truncation", "context_create"} if key in body}
         chat = chat_fields(body) | ours | {"truncation": _truncation(body)}
         turn = read_turn(CHAT_PATH, chat, client.headers)
+        told = {**body, COMPACTION: asked.said.get(COMPACTION)}
         return replace(
             turn,
             # Its usage counts the whole prompt, and the tokens that were read.
@@ -79,7 +81,7 @@ class Responses(Dialect):
             follows=_continues(body),
             item_ids=_item_ids(body.get("input")),
             compared_with=read_compared(body, "prompt_cache_options", "comparison_response_id") or None,
-            said={key: body[key] for key in REPEATED.keys() | RESPONSE_FIELDS if body.get(key) is not None},
+            said={key: told[key] for key in {*REPEATED, *RESPONSE_FIELDS, COMPACTION} if told.get(key) is not None},
         )
 
     @override
