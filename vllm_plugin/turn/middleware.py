@@ -188,7 +188,7 @@ class TurnMiddleware:
         else:
             identity = self._signed(token, may_create=client.path == CONTEXT_PATH)
         client.identity = identity
-        client.search = client.engine.search = self._story.search(client, self._app)
+        client.search = client.engine.search = self._story.search(client, self._app, self.draining)
         tenant = identity.tenant
         # A gateway that is older than this pod sends no tag.
         admission = self._story.admission

@@ -17,7 +17,7 @@ from contextcache.errors import EngineFailed, NoReadyEndpoint
 from contextcache.identity import Standby
 from vllm_plugin.turn.answer.rest import CannotResume
 from vllm_plugin.turn.engine import ASGIApp, Engine, Message
-from vllm_plugin.turn.waiting import TurnPatience
+from vllm_plugin.turn.waiting import Draining, TurnPatience
 
 if TYPE_CHECKING:
     from vllm_plugin.turn.turn import Client
@@ -45,6 +45,8 @@ class EngineSearch:
     timeout_s: float
     patiences: set[TurnPatience]
     """Patiences of all requests, which end with the process."""
+    draining: Draining
+    """This pod's engine ends with the process, and refuses new requests by then."""
     at: Standby | None = None
     """Pod that was asked last; None: this one."""
     has_left: bool = False
@@ -108,6 +110,8 @@ class EngineSearch:
         assert self.standbys is not None
         standby, waited_s, num_failures = self.client.identity.standby, 0.0, 0
         while num_failures < _FAILURES_MAX:
+            if standby is None and self.draining.value:
+                raise CannotResume("shutdown")
             if standby is not None and self.at is None:
                 self.at, app = standby, self.standbys(standby)
             else:

@@ -70,7 +70,7 @@ from vllm_plugin.turn.searching import EngineSearch
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.settlement import Settlement
 from vllm_plugin.turn.turn import Client, Turn
-from vllm_plugin.turn.waiting import Background, TurnPatience
+from vllm_plugin.turn.waiting import Background, Draining, TurnPatience
 
 if TYPE_CHECKING:
     from context_manager.client import ContextManagerClient
@@ -253,9 +253,9 @@ class TurnStory:
         dropping = self.manager.abort_turn(tenant, session_id, lease_id=BRANCH_LEASE_ID)
         await self.background.finish(dropping, within_s=_GIVING_BACK_S)
 
-    def search(self, client: Client, app: ASGIApp) -> EngineSearch:
+    def search(self, client: Client, app: ASGIApp, draining: Draining) -> EngineSearch:
         """Return the search for an engine of one request; `app` is this pod's."""
-        return EngineSearch(client, app, self.standbys, self.settings.resume_timeout_s, self._patiences)
+        return EngineSearch(client, app, self.standbys, self.settings.resume_timeout_s, self._patiences, draining)
 
     def give_up(self) -> None:
         """Let every turn that waits for its engine or its client end as if the engine had broken off."""

@@ -146,6 +146,23 @@ async def test_a_client_that_leaves_and_the_end_of_the_drain_end_the_wait(pod_of
     assert await is_free(pod, session_id)
 
 
+@pytest.mark.parametrize(("standby", "status", "after_s"), [(False, 502, 7), (True, 200, 20)])
+async def test_the_own_engine_is_not_waited_for_while_the_pod_ends(pod_of, standby, status, after_s):
+    """Seen failing: the client of a pod that ended waited 60 s for its error, and could not ask another pod."""
+    other = BreakingEngine("standby")
+    other.health, pod = 503, pod_of(other if standby else None)
+    loop = asyncio.get_running_loop()
+    loop.call_later(7, pod.app.draining.begin)
+    loop.call_later(20, setattr, other, "health", 200)
+
+    session_id, answer, took_s = await asked(pod, "/v1/completions", how="drained")
+
+    assert (answer.status, answer.complete) == (status, True)
+    assert took_s == pytest.approx(after_s, abs=1)
+    pod.app.draining.value = False
+    assert await is_free(pod, session_id)
+
+
 @DIALECTS
 @pytest.mark.parametrize("standby", [False, True])
 async def test_a_prompt_that_engines_fail_to_tokenise_is_no_engine_that_is_gone(pod_of, path, standby):
