@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -89,27 +90,54 @@ def conversation(result: Result) -> Any:
     """
     figure, panels = _figure(2, "turns")
     ways = {
-        "Engine still has the prefix": {"context": ("context", 0, 5), "prefix cache": ("vLLM alone", 1, -7)},
-        "After eviction or restart": {"stateless": ("vLLM alone", 1, 0), "context": ("context", 0, 0)},
+        "Engine still has the prefix": {"context": ("context", 0), "prefix cache": ("vLLM alone", 1)},
+        "After eviction or restart": {"stateless": ("vLLM alone", 1), "context": ("context", 0)},
     }
     most_s = max(row["seconds"] for row in result["rows"])
     for axes, (title, shown) in zip(panels, ways.items(), strict=True):
-        for way, (name, colour, lift) in shown.items():
-            points = [(row["turn"], row["seconds"]) for row in result["rows"] if row["way"] == way]
-            axes.plot(*zip(*points, strict=True), color=COLOURS[colour], linewidth=2)
-            turn, seconds = points[-1]
-            axes.annotate(
-                f"{name}, {seconds:.0f} s",
-                (turn, seconds),
-                (5, lift),
-                textcoords="offset points",
-                va="center",
-                color=COLOURS[colour],
-            )
         axes.set(title=title, xlim=(0, result["turns"] * 1.43), ylim=(0, most_s * 1.05))
+        lines = {}
+        for way, (name, colour) in shown.items():
+            points = [(row["turn"], row["seconds"]) for row in result["rows"] if row["way"] == way]
+            lines[f"{name}, {points[-1][1]:.0f} s"] = (points, COLOURS[colour])
+        _labelled(axes, lines)
         axes.set_yticks(range(0, int(most_s) + 1, 10), [f"{second} s" for second in range(0, int(most_s) + 1, 10)])
         _ticks(axes, range(0, result["turns"] + 1, 5))
     panels[0].set_ylabel("time waited, all turns so far")
+    return figure
+
+
+def trace(result: Result) -> Any:
+    """Draw recorded sessions of coding agents on each system: tokens computed again, and time waited, so far."""
+    figure, panels = _figure(2, "requests of recorded sessions")
+    systems = {"plain": "vLLM alone", "lmcache": "LMCache", "tiering": "vLLM's tiering", "ours": "context-cache"}
+    told = (
+        ("Prompt tokens computed again, so far", 1, "{:,.0f}"),
+        ("Time waited for first tokens, so far", 1000, "{:,.0f} s"),
+    )
+    phases = result["phases"]
+    for axes, (number, (title, unit, form)) in zip(panels, enumerate(told), strict=True):
+        sums = {name: list(accumulate(one[number] / unit for one in result["series"][name])) for name in systems}
+        most = max(one[-1] for one in sums.values())
+        axes.set(title=title, xlim=(0, len(phases) * 1.5), ylim=(0, most * 1.08))
+        for phase, fault in {"killed": "kill -9", "lost": "pod lost"}.items():
+            axes.axvline(phases.index(phase), color=_FAINT, linewidth=1, linestyle="--")
+            axes.annotate(
+                fault, (phases.index(phase), most * 1.08), (-3, -3), textcoords="offset points", va="top", ha="right"
+            )
+        _labelled(
+            axes,
+            {
+                f"{systems[name]}, {form.format(one[-1]).replace(',', ' ')}": (
+                    list(enumerate(one, 1)),
+                    COLOURS[("ours", "plain", "tiering", "lmcache").index(name)],
+                )
+                for name, one in sums.items()
+            },
+        )
+        _ticks(axes, range(0, len(phases) + 1, 20))
+    panels[0].yaxis.set_major_formatter(lambda count, _: f"{count:,.0f}".replace(",", " "))
+    panels[1].yaxis.set_major_formatter(lambda seconds, _: f"{seconds:,.0f} s".replace(",", " "))
     return figure
 
 
@@ -161,13 +189,14 @@ def placement(result: Result) -> Any:
 
 DRAWN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "first-token": (first_token, ("bench_ttft", "bench_beside")),
+    "trace": (trace, ("bench_trace",)),
     "conversation": (conversation, ("bench_conversation",)),
     "faults": (faults, ("torture_matrix",)),
     "managers": (managers, ("bench_manager",)),
     "placement": (placement, ("bench_simulate",)),
 }
 """How each picture is drawn, and of which results."""
-README_SHOWS = ("conversation",)
+README_SHOWS = ("trace", "conversation")
 
 
 def _figure(panels: int, along: str) -> tuple[Any, Sequence[Any]]:
@@ -197,6 +226,17 @@ def _line(axes: Any, name: str, points: Points, *, style: str = "-", colour: str
     if points:
         xs, ys = zip(*sorted(points), strict=True)
         axes.plot(xs, ys, style, marker="o", markersize=3, label=name, **({} if colour is None else {"color": colour}))
+
+
+def _labelled(axes: Any, lines: Mapping[str, tuple[Points, str]]) -> None:
+    """Draw lines by their label, each with its points and colour. Labels stand at the ends and do not overlap."""
+    lowest, highest = axes.get_ylim()
+    above = -float("inf")
+    for label, (points, colour) in sorted(lines.items(), key=lambda line: line[1][0][-1][1]):
+        axes.plot(*zip(*points, strict=True), color=colour, linewidth=2)
+        x, y = points[-1]
+        above = max(y, lowest + (highest - lowest) * 0.04, above + (highest - lowest) * 0.075)
+        axes.annotate(label, (x, above), (5, 0), textcoords="offset points", va="center", color=colour)
 
 
 def _medians(row: Mapping[str, Any]) -> Points:

@@ -106,15 +106,28 @@ def _trace(result: Mapping[str, Any]) -> str:
         [
             _PHASES[row["phase"]],
             {"plain": "vLLM alone", **_SYSTEMS}[row["system"]],
-            *(_spaced(row[what]) for what in ("requests", "failures", "wrong", "computed_tokens")),
+            *(_spaced(row[what]) for what in ("requests", "failures", "wrong", "computed_tokens", "recomputed_tokens")),
             *(f"{_spaced(row[what])} ms" for what in ("ttft_ms_median", "ttft_ms_p99")),
         ]
         for phase in _PHASES
         for row in result["rows"]
         if row["phase"] == phase
     ]
-    heads = ["requests", "failed tries", "wrong answers", "tokens computed", "first token, median", "99th percentile"]
-    return _table(["", "", *heads], rows)
+    counts = ["requests", "failed tries", "wrong answers", "tokens computed", "of them again"]
+    return _table(["", "", *counts, "first token, median", "99th percentile"], rows)
+
+
+def _traced(result: Mapping[str, Any]) -> str:
+    of = {row["system"]: row for row in result["rows"] if row["phase"] == "all"}
+    again, failed = (
+        [_spaced(of[name][what]) for name in ("ours", "plain", "lmcache", "tiering")]
+        for what in ("recomputed_tokens", "failures")
+    )
+    return (
+        "{} requests, an engine killed, a pod lost. context-cache computed {} tokens again. "
+        "vLLM alone computed {}, LMCache {}, vLLM's tiering {}. "
+        "{} tries failed, with the others {}, {} and {}. {} answers were wrong"
+    ).format(len(result["phases"]), *again, *failed, sum(row["wrong"] for row in of.values()))
 
 
 def _turns(result: Mapping[str, Any]) -> str:
@@ -420,6 +433,7 @@ _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "conversation": ("bench_conversation", _conversation),
     "beside": ("bench_beside", _beside),
     "trace": ("bench_trace", _trace),
+    "traced": ("bench_trace", _traced),
     "turns": ("bench_turns", _turns),
     "agents": ("bench_agents", _agents),
     "overhead": ("bench_overhead", _overhead),
