@@ -50,7 +50,7 @@ from contextcache.terms import IDEMPOTENCY_HEADER, read_repeatable, session_id_o
 from gateway.compaction import Compactions
 from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id, not_found
 from gateway.conversations import Conversations
-from gateway.kept import KEEP_HEADER, Plain, allowed, group_named, group_of, parent_of
+from gateway.kept import Plain, allowed, group_named, group_of, parent_of
 from gateway.parts import Parts
 from gateway.paths import TOKENIZER_PATHS, Kind, kind_of
 from gateway.pods.routing import Choice, RouteQuery
@@ -168,7 +168,7 @@ class Gateway:
             kind=kind,
             path=path,
             headers=headers,
-            plain=self._plain(caller, path, headers),
+            plain=allowed(caller.plain, self._plain_max, path, headers),
             query=partial(RouteQuery, subset=subset, only_turn=only_turn, light=path in TOKENIZER_PATHS, tenant=tag),
             identity=partial(
                 Identity,
@@ -190,13 +190,9 @@ class Gateway:
             kind=self.kind_of("POST", path),
             path=path,
             headers=headers,
-            plain=self._plain(admission.caller, path, headers),
+            plain=allowed(admission.caller.plain, self._plain_max, path, headers),
             identity=partial(admission.identity, background=True),
         )
-
-    def _plain(self, caller: Caller, path: str, headers: Mapping[str, str]) -> Plain:
-        may_keep = path in TURN_PATHS and headers.get(KEEP_HEADER, "").strip().lower() != "off"
-        return allowed(caller.plain, self._plain_max) if may_keep else Plain.OFF
 
     async def route_by_head(self, admission: Admission, *, has_body: bool) -> Forward | None:
         """Route a request by its head, if that names a turn or there is no body to read.

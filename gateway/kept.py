@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from contextcache.beginning import beginning_hash, conversation_beginning
-from contextcache.claim import Claims
+from contextcache.claim import TURN_PATHS, Claims
 from contextcache.errors import InvalidRequest
 from contextcache.model import KeptGroup, KeptMiss, SessionId, TenantId
 from contextcache.names import KEPT_PREFIX
@@ -55,9 +55,10 @@ class Plain(Enum):
 _ORDER = (Plain.OFF, Plain.ROUTE, Plain.KEEP)
 
 
-def allowed(asked: Plain, most: Plain) -> Plain:
-    """Return the lower of two treatments: the key's, and the highest that the deployment allows."""
-    return min(asked, most, key=_ORDER.index)
+def allowed(asked: Plain, most: Plain, path: str, headers: Mapping[str, str]) -> Plain:
+    """Return the lower of two treatments, the key's and the highest of the deployment; off where a request opts out."""
+    may_keep = path in TURN_PATHS and headers.get(KEEP_HEADER, "").strip().lower() != "off"
+    return min(asked, most, key=_ORDER.index) if may_keep else Plain.OFF
 
 
 def group_of(tenant: TenantId, headers: Mapping[str, str], claims: Claims, label_headers: Sequence[str]) -> SessionId:

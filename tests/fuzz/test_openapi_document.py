@@ -13,7 +13,7 @@ from tests.kit.gateway_parts import KEY
 from tests.kit.seed import SEED
 
 CONFIG = Path(__file__).with_name("schemathesis.toml")
-OPERATIONS = 28
+OPERATIONS = 30
 REQUEST_DEADLINE_S = 30
 
 

@@ -120,7 +120,7 @@ PARTS = (
         "the main job: contexts, turns, KV that survives and moves",
         ("tests/vllm",),
         marks=QUICK_ONES,
-        budget_cpu_s=240,
+        budget_cpu_s=330,
         beside=True,
     ),
     Part(

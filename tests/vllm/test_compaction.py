@@ -23,7 +23,7 @@ def responded(client: openai.OpenAI, compacted: Any, **more: Any) -> Any:
     return client.responses.create(input=[*compacted.output, NEW], store=False, **fields, **more)
 
 
-@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("stored", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_the_first_response_after_a_compaction_is_warm_before_and_after_a_loss(
     client: Caller, stack: Stack, stored: bool
 ) -> None:
