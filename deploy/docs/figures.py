@@ -126,8 +126,8 @@ def _traced(result: Mapping[str, Any]) -> str:
     return (
         "{} requests, an engine killed, a pod lost. context-cache computed {} tokens again. "
         "vLLM alone computed {}, LMCache {}, vLLM's tiering {}. "
-        "{} tries failed, with the others {}, {} and {}. {} answers were wrong"
-    ).format(len(result["phases"]), *again, *failed, sum(row["wrong"] for row in of.values()))
+        "{} tries failed, with the others {}, {} and {}. Of {} answers of each, {} were wrong"
+    ).format(len(result["phases"]), *again, *failed, result["cold"], sum(row["wrong"] for row in of.values()))
 
 
 def _turns(result: Mapping[str, Any]) -> str:
