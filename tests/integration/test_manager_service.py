@@ -161,30 +161,6 @@ async def test_an_unknown_enum_number_is_an_invalid_request(client: ContextManag
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_another_tenants_session_answers_like_an_absent_one(client: ContextManagerClient) -> None:
-    session_id = (await create(client)).session_id
-
-    with pytest.raises(ContextNotFound) as of_foreign:
-        await client.get_session_metadata("other", session_id)
-    with pytest.raises(ContextNotFound) as of_absent:
-        await client.get_session_metadata("demo", "ctx_none")
-    assert vars(of_foreign.value) == vars(of_absent.value)
-
-
-async def test_of_sixteen_turns_at_once_exactly_one_wins(client: ContextManagerClient) -> None:
-    session_id = (await create(client)).session_id
-    outcomes = await asyncio.gather(
-        *(
-            client.begin_turn("demo", session_id, lease_id=f"turn-{number}", lease_ttl_ms=LEASE_MS)
-            for number in range(16)
-        ),
-        return_exceptions=True,
-    )
-
-    assert sum(isinstance(outcome, tuple) for outcome in outcomes) == 1
-    assert sum(isinstance(outcome, ContextBusy) for outcome in outcomes) == 15
-
-
 async def test_two_managers_share_what_they_know(client: ContextManagerClient, valkey: ValkeyServer) -> None:
     first = await create(client, mode=SessionMode.SESSION)
     async with running_manager(valkey.url) as other:

@@ -28,7 +28,6 @@ from tests.integration.test_sidecar_process import SidecarProcess
 from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import (
     FINGERPRINT,
-    SESSION,
     TENANT,
     SidecarUnderTest,
     block_file_bytes,
@@ -115,24 +114,6 @@ async def test_a_pulled_context_is_equal_and_names_the_peer_once(start_node) -> 
     rank.close()
 
 
-async def test_only_what_is_missing_travels_and_of_every_rank(start_node) -> None:
-    there, here = await start_node("there", world_size=2), await start_node("here", world_size=2)
-    saved = {}
-    for node, tokens in ((there, PROMPT), (here, PROMPT[:4])):
-        first = new_save(tokens, now_ms=SystemClock().now_ms(), world_size=2)
-        saved[node] = [first, replace(first, rank=1)]
-        for new in saved[node]:
-            await node.kv.send_all(new)
-            await node.kv.catalog.seal(new.cache_ref, new.rank)
-    shared_bytes = here.kv.disk_bytes()
-    await here.pull(saved[there][0].cache_ref, peer=there.address)
-    await here.settled()
-
-    for new in saved[there]:
-        assert await here.kv.load(new) == ["peer"] * 3
-    assert here.kv.counted("pulled_bytes_total") == there.kv.disk_bytes() - shared_bytes
-
-
 async def test_more_ranks_than_files_have_room_in_memory_come_side_by_side(start_node, monkeypatch) -> None:
     monkeypatch.setattr("kv_sidecar.sidecar.STREAMS_MAX", 1)
     there = await start_node("there", world_size=4, slots=False)
@@ -151,22 +132,6 @@ async def test_more_ranks_than_files_have_room_in_memory_come_side_by_side(start
     assert here.pulls("pulled") == 1
     for new in ranks:
         assert await here.kv.load(new, in_slots=False) == ["peer"] * 3
-
-
-async def test_another_tenant_learns_nothing_of_a_pull(start_node, process: SidecarProcess) -> None:
-    here = await start_node("here")
-    address = await stopped_peer(process)
-    ref = new_cache_ref()
-    await here.pull(ref, peer=address)
-
-    with pytest.raises(CacheRefPending):
-        await here.client.get_manifest(TENANT, ref)
-    answers = []
-    for tenant, asked in (("other", ref), (TENANT, new_cache_ref())):
-        with pytest.raises(CacheRefNotFound) as missing:
-            await here.client.get_manifest(tenant, asked)
-        answers.append((type(missing.value), missing.value.message))
-    assert answers[0] == answers[1] == (CacheRefNotFound, "no KV under this cache_ref")
 
 
 async def test_a_peer_that_hangs_ends_the_pull_and_lookups_go_on(start_node, process: SidecarProcess) -> None:
@@ -236,28 +201,6 @@ async def test_a_block_that_is_wrong_at_the_peer_is_quarantined_there_and_refuse
     assert here.pulls("corrupt_block") == 1
     assert here.kv.block_files() == set()
     assert there.kv.sidecar.directory.num_quarantined == 1
-
-
-async def test_a_deletion_during_the_pull_wins(start_node) -> None:
-    gate, arrived = threading.Event(), threading.Event()
-
-    def step(name: str) -> None:
-        if name.startswith("write ") and not gate.is_set():
-            arrived.set()
-            assert gate.wait(60)
-
-    there, here = await start_node("there"), await start_node("here", step=step, slots=False)
-    new = await there.kv.save(PROMPT)
-    await here.pull(new.cache_ref, peer=there.address)
-    assert await asyncio.to_thread(arrived.wait, 60)
-    deleting = asyncio.create_task(here.client.delete_context(TENANT, session_id=SESSION))
-    await asyncio.sleep(0)
-    gate.set()
-    await deleting
-    await here.settled()
-
-    assert here.kv.manifest_files() == set()
-    assert here.kv.block_files() == set()
 
 
 async def test_each_refusal_says_why(start_node) -> None:

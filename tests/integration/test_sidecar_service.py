@@ -104,17 +104,6 @@ async def test_what_is_not_in_memory_comes_from_disk(running: Running, frames: b
     rank.close()
 
 
-async def test_a_shared_prefix_is_sent_once(running: Running) -> None:
-    rank = await running.rank()
-    await asyncio.to_thread(rank.save, PROMPT)
-    longer = new_save((*PROMPT, 10, 11), now_ms=SystemClock().now_ms())
-    prepared = await asyncio.to_thread(rank.prepare, longer)
-
-    assert list(prepared.missing_files) == [2]
-    assert prepared.num_files == 3
-    rank.close()
-
-
 async def test_a_waiter_learns_of_the_seal_as_it_comes(running: Running) -> None:
     rank = await running.rank()
     new = new_save(PROMPT, now_ms=SystemClock().now_ms())
@@ -193,26 +182,20 @@ async def test_a_file_that_lies_nowhere_is_refused(running: Running, payload: di
     rank.close()
 
 
-async def test_a_stream_that_ends_inside_a_file_is_refused(running: Running) -> None:
-    rank = await running.rank(frames=True)
-    new = new_save(PROMPT, now_ms=SystemClock().now_ms())
-    await asyncio.to_thread(rank.prepare, new)
-    frames = list(rank.requests(new, [0]))[:-1]
-
-    with pytest.raises(InvalidRequest):
-        await asyncio.to_thread(rank.client.save_blocks, iter(frames), DEADLINE_S)
-    assert running.kv.block_files() == set()
-    rank.close()
-
-
-async def test_a_flipped_frame_is_refused(running: Running) -> None:
+@pytest.mark.parametrize(("fault", "error"), [("ends inside a file", InvalidRequest), ("is flipped", CorruptBlock)])
+async def test_a_stream_that_ends_inside_a_file_or_is_flipped_is_refused(
+    running: Running, fault: str, error: type[Exception]
+) -> None:
     rank = await running.rank(frames=True)
     new = new_save(PROMPT, now_ms=SystemClock().now_ms())
     await asyncio.to_thread(rank.prepare, new)
     frames = list(rank.requests(new, [0]))
-    frames[-1].frame = bytes(len(frames[-1].frame))
+    if fault == "is flipped":
+        frames[-1].frame = bytes(len(frames[-1].frame))
+    else:
+        frames.pop()
 
-    with pytest.raises(CorruptBlock):
+    with pytest.raises(error):
         await asyncio.to_thread(rank.client.save_blocks, iter(frames), DEADLINE_S)
     assert running.kv.block_files() == set()
     rank.close()

@@ -10,7 +10,7 @@ import pytest
 
 from contextcache.clock import SystemClock
 from contextcache.identity import IDENTITY_HEADER, verify_identity
-from tests.kit.fronts import code_of, only_http, until_answered
+from tests.kit.fronts import code_of, until_answered
 from tests.kit.gateway_parts import KEY, OTHER_KEY, SECRET
 from tests.kit.gateway_server import DEADLINE_S
 
@@ -221,18 +221,3 @@ async def test_bodies_of_20_mib_pass(front, engine, manager):
             assert (answer.status, json.loads(await answer.read())["size"]) == (200, len(body))
         assert engine.turns.pop(0).body == body
         engine.received.clear()
-
-
-@only_http
-async def test_stateless_completions_get_their_tenants_salt_where_that_is_asked_for(open_front, engine, manager):
-    other = {"authorization": f"Bearer {OTHER_KEY}"}
-    async with open_front({"pod-a": engine}, manager_port=manager.port, salt_stateless=True) as front:
-        for headers in ({}, {}, other):
-            async with front.post("/v1/chat/completions", {"messages": [], "cache_salt": "x"}, headers=headers) as told:
-                assert told.status == 200
-    sent = [turn.json() for turn in engine.turns]
-    salts = [body.pop("cache_salt") for body in sent]
-
-    assert sent == [{"messages": []}] * 3
-    assert salts[0] == salts[1] != salts[2]
-    assert "x" not in salts

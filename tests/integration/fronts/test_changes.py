@@ -127,22 +127,6 @@ async def test_a_rewound_context_goes_on_from_where_it_was(front, pod):
 
 
 @only_http
-async def test_a_turn_that_runs_keeps_a_rewind_out(front, pod):
-    session_id = await created(front)
-    pod.engine.pause = asyncio.Event()
-    pod.engine.answer = lambda ids: "abc"
-    async with turn(front, session_id, stream=True) as running:
-        await running.content.readuntil(b"\n\n")
-        async with rewind(front, session_id, 1) as answer:
-            assert await code_of(answer) == (409, "context_busy")
-            assert answer.headers["retry-after"]
-        pod.engine.pause.set()
-        assert (await running.content.read()).endswith(b"data: [DONE]\n\n")
-
-    assert (await told(rewind(front, session_id, 1)))["generation"] == 3
-
-
-@only_http
 async def test_rewinds_and_turns_at_once_have_one_serial_order(front, pod):
     """Whatever order they took: each turn saw what the ones before it left, and nothing that was taken back."""
     session_id = await created(front)

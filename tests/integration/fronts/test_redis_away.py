@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.kit.fronts import only_http, until_answered
+from tests.kit.fronts import until_answered
 from tests.kit.manager_process import running_manager_process
 from tests.kit.turn_pod import MODEL, running_turn_pod
 from tests.kit.until import until
@@ -101,19 +101,3 @@ async def test_session_calls_get_503_within_a_second_and_work_again_when_redis_i
     if fault == "stopped":
         await until_answered(calls["turn"], 200)
     await created(front)
-
-
-@only_http
-async def test_one_context_more_than_the_tenant_may_have_is_429(open_chain):
-    async with open_chain(MANAGER_TENANT_CONTEXTS_MAX="4", MANAGER_REDIS_TIMEOUT_S="15") as front:
-        made = [await create(front) for _ in range(4)]
-        assert [status for status, _ in made] == [200] * 4
-        ids = [context["session_id"] for _, context in made]
-        status, refused = await create(front)
-        assert (status, refused["error"]["code"]) == (429, "context_quota_exceeded")
-        async with front.post("/v1/completions", {"model": MODEL, "prompt": " more", "session_id": ids[0]}) as answer:
-            assert answer.status == 200
-        async with front.delete(f"/v1/context/{ids[1]}") as answer:
-            assert answer.status == 200
-
-        assert (await create(front))[0] == 200

@@ -81,17 +81,6 @@ async def test_a_context_of_any_name_goes_through_every_call(front, name):
             assert answer.status == 200
 
 
-@only_http
-async def test_a_chat_context_is_continued(front):
-    session_id = (await asked(front, "/v1/context", messages=CHAT))["session_id"]
-    more = await asked(
-        front, "/v1/chat/completions", messages=[{"role": "user", "content": "More"}], session_id=session_id
-    )
-
-    assert more["session_id"] == session_id
-    assert more["choices"][0]["message"]["content"] == "!"
-
-
 @envoy_too
 async def test_a_streamed_create_and_turn_end_with_usage_session_and_done(front):
     async with front.post("/v1/context", {"model": MODEL, "prompt": "Hello", "stream": True}) as answer:
@@ -135,37 +124,6 @@ async def test_a_silent_stream_begins_with_a_comment_where_its_client_asks_for_i
     assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == "!"
 
 
-@only_http
-async def test_a_streamed_turn_arrives_while_the_engine_is_still_at_work(front, pod):
-    session_id = await created(front)
-    pod.engine.pause = asyncio.Event()
-    pod.engine.answer = lambda ids: "abcdef"
-    body = {"model": MODEL, "prompt": " more", "session_id": session_id, "stream": True}
-    async with front.post("/v1/completions", body) as answer:
-        before = await answer.content.readuntil(b"\n\n")
-        pod.engine.pause.set()
-        rest = await answer.content.read()
-
-    assert json.loads(before.removeprefix(b"data: "))["choices"][0]["text"] == "a"
-    assert rest.endswith(b"data: [DONE]\n\n")
-
-
-@only_http
-async def test_a_header_and_a_body_that_name_different_contexts_are_refused(front, pod):
-    one, other = await created(front), await created(front)
-    num_asked = len(pod.engine.generations())
-    for header, body in ((one, other), (one, "ctx_none"), ("ctx_none", one)):
-        ask = {"model": MODEL, "prompt": "x", "session_id": body}
-        for path in ("/v1/completions", "/v1/chat/completions"):
-            async with front.post(path, ask, headers={"X-Session-ID": header}) as answer:
-                assert await code_of(answer) == (400, "invalid_request")
-                answered = await answer.json()
-
-            assert answered["error"]["param"] == "session_id"
-            assert "different contexts" in answered["detail"]
-    assert len(pod.engine.generations()) == num_asked
-
-
 @envoy_too
 async def test_a_turn_named_by_its_header_with_a_body_that_is_none_is_refused(front, pod):
     session_id = await created(front)
@@ -175,18 +133,6 @@ async def test_a_turn_named_by_its_header_with_a_body_that_is_none_is_refused(fr
             assert await code_of(answer) == (400, "invalid_request"), body
 
     assert len(pod.engine.generations()) == num_asked
-
-
-@only_http
-async def test_a_turn_named_by_its_header_cannot_tell_the_engine_what_only_we_may(front, pod):
-    session_id = await created(front)
-    forged = {"cache_salt": "theirs", "kv_transfer_params": {"context_cache": "forged"}}
-    await asked(front, "/v1/completions", prompt=" x", headers={"X-Session-ID": session_id}, **forged)
-    await asked(front, "/v1/completions", prompt=" x", session_id=session_id, **forged)
-    create, *turns = pod.engine.generations()
-
-    assert [turn["cache_salt"] for turn in turns] == [create["cache_salt"]] * 2
-    assert all(turn["kv_transfer_params"]["context_cache"] != "forged" for turn in turns)
 
 
 @envoy_too
@@ -203,32 +149,24 @@ async def test_bodies_of_20_mib_get_the_engines_own_typed_answer(front):
 
 
 @only_http
-async def test_a_model_that_is_not_the_contexts_or_no_model_is_refused(front):
-    session_id = await created(front)
-    for path, body, expected in (
-        ("/v1/completions", {"model": "other", "session_id": session_id}, (400, "model_mismatch")),
-        ("/v1/completions", {"session_id": session_id}, (400, "invalid_request")),
-        ("/v1/context", {}, (400, "invalid_request")),
-        ("/v1/context", {"model": ""}, (400, "invalid_request")),
-    ):
-        async with front.post(path, {"prompt": "x", **body}) as answer:
-            assert await code_of(answer) == expected
-
-
-@only_http
-async def test_two_turns_at_once_are_one_answer_and_one_that_is_told_to_wait(front, pod):
+async def test_while_the_first_token_of_a_turn_has_come_another_turn_and_a_rewind_are_told_to_wait(front, pod):
     session_id = await created(front)
     pod.engine.pause = asyncio.Event()
     pod.engine.answer = lambda ids: "abcdef"
     body = {"model": MODEL, "prompt": " more", "session_id": session_id, "stream": True}
     async with front.post("/v1/completions", body) as running:
-        await running.content.readuntil(b"\n\n")
-        async with front.post("/v1/completions", {**body, "stream": False}) as second:
-            assert await code_of(second) == (409, "context_busy")
-            assert second.headers["retry-after"]
+        first = await running.content.readuntil(b"\n\n")
+        for call in (
+            front.post("/v1/completions", {**body, "stream": False}),
+            front.post(f"/v1/context/{session_id}/rewind", {"generation": 1}),
+        ):
+            async with call as second:
+                assert await code_of(second) == (409, "context_busy")
+                assert second.headers["retry-after"]
         pod.engine.pause.set()
         rest = await running.content.read()
 
+    assert json.loads(first.removeprefix(b"data: "))["choices"][0]["text"] == "a"
     assert rest.endswith(b"data: [DONE]\n\n")
 
 

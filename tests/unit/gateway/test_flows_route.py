@@ -214,12 +214,19 @@ async def test_a_header_that_names_nothing_of_ours_is_a_label(parts):
     assert (forward.kind, forward.set_headers.keys()) == (Kind.STATELESS, {TENANT_HEADER})
 
 
-async def test_unknown_and_foreign_ids_in_the_body_are_told_apart_by_nothing(parts):
+@pytest.mark.parametrize("in_head", [False, True])
+async def test_unknown_and_foreign_ids_are_told_apart_by_nothing(parts, in_head):
     await parts.directory.add("ctx_1")
+
+    def named(session_id):
+        return ({}, {"x-session-id": session_id}) if in_head else ({"session_id": session_id}, {})
+
+    body, headers = named("ctx_2")
     with pytest.raises(ContextNotFound) as unknown:
-        await route(parts, {"session_id": "ctx_2"})
+        await route(parts, body, headers=headers)
+    body, headers = named("ctx_1")
     with pytest.raises(ContextNotFound) as foreign:
-        await route(parts, {"session_id": "ctx_1"}, key=OTHER_KEY)
+        await route(parts, body, headers=headers, key=OTHER_KEY)
 
     assert unknown.value.message == foreign.value.message == "no context has this session_id"
     assert unknown.value.param == foreign.value.param == "session_id"
@@ -309,11 +316,12 @@ async def test_without_a_ready_pod_nothing_goes_anywhere(parts):
         await route(parts, {"prompt": "x"})
 
 
-async def test_where_pods_differ_the_model_decides(parts):
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/context"])
+async def test_where_pods_differ_the_model_decides(parts, path):
     parts.probe.health["pod-b"] = Health(healthy=True, models=frozenset({"big-model"}))
     await parts.endpoints.probe_all()
     for _ in range(3):
-        forward = await route(parts, {"model": "big-model", "prompt": "x"})
+        forward = await route(parts, {"model": "big-model", "prompt": "x"}, path=path)
 
         assert (forward.endpoint.name, forward.body) == ("pod-b", None)
 

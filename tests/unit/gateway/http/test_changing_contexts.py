@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from contextcache.model import NewSession
 from contextcache.names import MAX_METADATA_KEY_CHARS, MAX_METADATA_KEYS, MAX_METADATA_VALUE_CHARS
 from tests.kit.gateway_parts import REF, manifest_of
 
@@ -164,37 +163,3 @@ async def test_a_body_that_is_larger_than_any_control_call_is_not_read(client, p
 
     assert error_of(declared)[:2] == error_of(streamed)[:2] == (413, "body_too_large")
     assert parts.tenants.held_bytes == 0
-
-
-async def test_absent_foreign_and_impossible_ids_answer_byte_for_byte_alike(client, parts, other):
-    await parts.directory.add("ctx_1")
-    asked = [("ctx_1", other), ("ctx_none", None), ("a:b", None), ("x" * 300, None)]
-    answers = [await client.patch(f"/v1/context/{name}", json={"ttl": 600}, headers=who) for name, who in asked]
-
-    assert {(answer.status_code, answer.content) for answer in answers} == {(404, answers[0].content)}
-    assert error_of(answers[0])[1] == "context_not_found"
-
-
-async def test_an_expired_context_has_no_terms_left(client, parts):
-    await parts.directory.add("ctx_1", ttl_s=600)
-    parts.clock.advance(s=601)
-
-    assert error_of(await client.patch("/v1/context/ctx_1", json={"ttl": 600}))[:2] == (410, "context_expired")
-
-
-async def test_a_context_that_is_being_created_is_busy(client, parts):
-    new = NewSession("demo", "ctx_1", "stub-model")
-    await parts.directory.reserve(new, lease_id="create", lease_ttl_ms=10_000)
-    answer = await client.patch("/v1/context/ctx_1", json={"ttl": 600})
-
-    assert error_of(answer)[:2] == (409, "context_busy")
-    assert answer.headers["retry-after"] == "10"
-
-
-async def test_with_the_store_away_nothing_is_changed(client, parts):
-    await parts.directory.add("ctx_1")
-    parts.directory.down = True
-    answer = await client.patch("/v1/context/ctx_1", json={"ttl": 600})
-
-    assert error_of(answer)[:2] == (503, "store_unavailable")
-    assert answer.headers["retry-after"]

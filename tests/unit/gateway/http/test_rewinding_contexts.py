@@ -96,24 +96,6 @@ async def test_while_a_turn_runs_the_context_is_busy(client, three, parts):
     assert answer.headers["retry-after"] == "5"
 
 
-async def test_absent_and_foreign_contexts_answer_alike_and_expired_ones_are_gone(client, three, parts, other):
-    foreign = await client.post(three, json={"generation": 1}, headers=other)
-    absent = await client.post("/v1/context/ctx_none/rewind", json={"generation": 1})
-    impossible = await client.post("/v1/context/a:b/rewind", json={"generation": 1})
-    parts.clock.advance(s=601)
-    expired = await client.post(three, json={"generation": 1})
-
-    assert foreign.content == absent.content == impossible.content
-    assert error_of(absent)[:2] == (404, "context_not_found")
-    assert error_of(expired)[:2] == (410, "context_expired")
-
-
-async def test_with_the_store_away_nothing_is_rewound(client, three, parts):
-    parts.directory.down = True
-
-    assert error_of(await client.post(three, json={"generation": 1}))[:2] == (503, "store_unavailable")
-
-
 async def test_a_sliding_context_takes_its_kv_along(client, three, parts):
     await client.patch("/v1/context/ctx_1", json={"ttl_policy": "sliding"})
     parts.clock.advance(s=100)
