@@ -22,14 +22,9 @@ from tests.kit.session_churn import SessionChurn, until_nothing_is_wrong
 from tests.kit.valkey import ValkeyServer
 
 FEW = ("manager.commit.after", "manager.share.after", "manager.unregister.after", "manager.sweep.after")
-MORE = (
-    "manager.reserve.after",
-    "manager.share.before",
-    "manager.begin.after",
-    "manager.commit.before",
-    "manager.sweep.before",
-)
-"""The rest is in `python -m tests.torture --only redis`."""
+IN_A_CLUSTER = ("manager.admit.before", "manager.admit.after")
+"""Scripts that a single Valkey never runs."""
+MORE = tuple(point for point in CRASH_POINTS if point not in (*FEW, *IN_A_CLUSTER))
 
 
 def test_there_is_a_point_on_either_side_of_every_script() -> None:
@@ -48,6 +43,17 @@ async def test_managers_that_die_anywhere_lose_nothing_and_leave_nothing(
     tmp_path: Path, valkey: ValkeyServer, points: tuple[str, ...]
 ) -> None:
     told = await crash_everywhere(tmp_path, valkey, points, seed=SEED)
+
+    print(told)
+    assert told.faults == []
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+async def test_managers_of_a_cluster_that_die_at_a_tenants_limit_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
+    with ValkeyServer(tmp_path, cluster=True) as valkey:
+        limit = {"MANAGER_TENANT_CONTEXTS_MAX": "1000000"}
+        told = await crash_everywhere(tmp_path, valkey, IN_A_CLUSTER, seed=SEED, **limit)
 
     print(told)
     assert told.faults == []

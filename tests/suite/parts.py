@@ -228,7 +228,6 @@ PARTS = (
             "tenants": "tenants that attack each other get nothing",
             "races": "racing clients and dying processes leave sessions whole",
             "orphans": "unnamed bytes are freed, and only those",
-            "redis": "managers that die between every two steps of a script",
             "matrix": "every fault at every step",
         }.items()
     ),

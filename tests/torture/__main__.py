@@ -23,7 +23,7 @@ from deploy.local.run_stamp import as_lines, run_stamp
 from deploy.local.table import render
 from tests.torture.report import Options, Report
 
-RUNS = ("conversations", "tenants", "races", "orphans", "redis", "matrix")
+RUNS = ("conversations", "tenants", "races", "orphans", "matrix")
 """What runs without `--only`, in this order, under 25 minutes in all."""
 ON_REQUEST = ("soak", "takeovers", "pauses")
 JSON_FILE = Path(".build/torture.json")
