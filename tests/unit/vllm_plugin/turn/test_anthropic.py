@@ -16,16 +16,6 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "argumen
 TOOL = {"name": "weather", "description": "tells it", "input_schema": {"type": "object", "properties": {}}}
 
 
-@pytest.fixture
-def engine():
-    return FakeVllm()
-
-
-@pytest.fixture
-def pod(tmp_path, engine):
-    return Pod(tmp_path, engine)
-
-
 def user(*said):
     return {"role": "user", "content": [{"type": "text", "text": text} for text in said]}
 

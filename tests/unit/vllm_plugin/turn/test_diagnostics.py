@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 
 from contextcache.errors import StoreUnavailable
 from tests.kit.fake_vllm import FakeVllm
-from tests.kit.turn_bench import Pod
 from vllm_plugin.turn.answer.diagnostics import (
     CAUSE_OF_WHY,
     Cause,
@@ -37,11 +36,6 @@ def engine():
     engine = FakeVllm()
     engine.answer = lambda ids: "Elbe"
     return engine
-
-
-@pytest.fixture
-def pod(tmp_path, engine):
-    return Pod(tmp_path, engine)
 
 
 async def message(pod, named, messages, *, compared="", tenant="demo", **body):

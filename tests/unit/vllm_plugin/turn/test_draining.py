@@ -15,11 +15,6 @@ from tests.kit.turn_bench import SECRET, Pod
 from tests.kit.until import until
 
 
-@pytest.fixture
-def pod(tmp_path):
-    return Pod(tmp_path, FakeVllm())
-
-
 async def test_new_turns_stateless_requests_and_probes_are_refused_and_a_running_turn_ends(pod):
     session_id = (await pod.create(prompt="Hello")).json["session_id"]
     pod.engine.pause = asyncio.Event()

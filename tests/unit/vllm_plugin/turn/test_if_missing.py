@@ -5,20 +5,9 @@ import asyncio
 import pytest
 
 from contextcache.errors import ContextNotFound
-from tests.kit.fake_vllm import FakeVllm, encode
-from tests.kit.turn_bench import Pod
+from tests.kit.fake_vllm import encode
 
 IF_MISSING = {"context_create": "if_missing"}
-
-
-@pytest.fixture
-def engine():
-    return FakeVllm()
-
-
-@pytest.fixture
-def pod(tmp_path, engine):
-    return Pod(tmp_path, engine)
 
 
 def code(answer):

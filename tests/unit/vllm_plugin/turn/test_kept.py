@@ -8,7 +8,6 @@ from contextcache.errors import SidecarUnavailable
 from contextcache.identity import KV_TRANSFER_KEY, cache_salt, verify_kv_transfer
 from contextcache.model import LoadedKV
 from contextcache.names import CACHE_REF_PATTERN
-from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import SECRET, Pod
 
 GROUP = "kept_" + "1" * 32
@@ -17,11 +16,6 @@ BODIES = {
     "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
 }
 PATHS = sorted(BODIES)
-
-
-@pytest.fixture
-def pod(tmp_path):
-    return Pod(tmp_path, FakeVllm())
 
 
 async def ask(pod, path, *, raw=None, kept=GROUP, **more):

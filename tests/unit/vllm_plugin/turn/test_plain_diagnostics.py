@@ -9,7 +9,6 @@ from openai.types.responses.response import PromptCacheDiagnostics
 from pydantic import TypeAdapter
 
 from contextcache.model import LoadedKV
-from tests.kit.turn_bench import Pod
 from vllm_plugin.turn.answer import events, plain_diagnostics
 
 GROUP = "kept_" + "1" * 32
@@ -61,11 +60,6 @@ class Engine:
 @pytest.fixture
 def engine():
     return Engine()
-
-
-@pytest.fixture
-def pod(tmp_path, engine):
-    return Pod(tmp_path, engine)
 
 
 async def ask(pod, path, said, *, compared="", tenant="demo", **more):

@@ -9,16 +9,9 @@ import pytest
 
 from contextcache.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, ModelNotFound, NoReadyEndpoint
 from contextcache.process.logs import traceback_without_messages
-from tests.kit.fake_vllm import FakeVllm
-from tests.kit.turn_bench import Pod
 from vllm_plugin.turn.refusals import engine_error
 
 SECRET_WORDS = "the patient is called Ann"
-
-
-@pytest.fixture
-def pod(tmp_path):
-    return Pod(tmp_path, FakeVllm())
 
 
 def listed(*errors):

@@ -7,20 +7,8 @@ import pytest
 
 from contextcache.errors import ContextQuotaExceeded, LeaseLost, StoreUnavailable
 from contextcache.model import KeptAnswer, Repeatable, SessionState
-from tests.kit.fake_vllm import FakeVllm
-from tests.kit.turn_bench import Pod
 from vllm_plugin.turn.answer import repeats
 from vllm_plugin.turn.answer.repeats import Recording, give_again
-
-
-@pytest.fixture
-def engine():
-    return FakeVllm()
-
-
-@pytest.fixture
-def pod(tmp_path, engine):
-    return Pod(tmp_path, engine)
 
 
 def named(key: str, **more: str):

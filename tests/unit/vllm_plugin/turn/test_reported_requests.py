@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.kit.fake_vllm import FakeVllm
-from tests.kit.turn_bench import Pod
 
 ENGINES_OWN = [
     {"prompt_logprobs": 1, "logprobs": 2},
@@ -13,11 +11,6 @@ ENGINES_OWN = [
     {"structured_outputs": {"choice": ["yes", "no"]}},
     {"structured_outputs": {"regex": "[0-9]+"}, "seed": 7, "logit_bias": {"5": -100}},
 ]
-
-
-@pytest.fixture
-def pod(tmp_path):
-    return Pod(tmp_path, FakeVllm())
 
 
 @pytest.mark.parametrize("fields", ENGINES_OWN, ids="+".join)

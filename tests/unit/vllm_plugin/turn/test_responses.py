@@ -7,23 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from contextcache.errors import StoreUnavailable
-from tests.kit.fake_vllm import EOS, FakeVllm, encode
-from tests.kit.turn_bench import Pod
+from tests.kit.fake_vllm import EOS, encode
 from vllm_plugin.turn.answer.responses import Responses
 
 PATH = "/v1/responses"
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Kiel"}'}}
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
-
-
-@pytest.fixture
-def engine():
-    return FakeVllm()
-
-
-@pytest.fixture
-def pod(tmp_path, engine):
-    return Pod(tmp_path, engine)
 
 
 async def ask(pod, given, *, headers=(), named="mine", **body):

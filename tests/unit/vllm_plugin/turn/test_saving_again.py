@@ -3,13 +3,8 @@
 import pytest
 
 from contextcache.identity import verify_kv_transfer
-from tests.kit.fake_vllm import FakeVllm, encode
-from tests.kit.turn_bench import SECRET, Pod
-
-
-@pytest.fixture
-def pod(tmp_path):
-    return Pod(tmp_path, FakeVllm())
+from tests.kit.fake_vllm import encode
+from tests.kit.turn_bench import SECRET
 
 
 def order(pod):

@@ -15,16 +15,6 @@ from tests.kit.until import until
 from vllm_plugin.turn.sidecar_kv import EXPECTED_MAX
 
 
-@pytest.fixture
-def engine():
-    return FakeVllm()
-
-
-@pytest.fixture
-def pod(tmp_path, engine):
-    return Pod(tmp_path, engine)
-
-
 async def created(pod, **body):
     answer = await pod.create(**({"prompt": "Hello"} | body))
     assert answer.status == 200, answer.body

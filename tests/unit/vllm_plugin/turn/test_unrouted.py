@@ -5,22 +5,12 @@ import json
 import pytest
 
 from contextcache.identity import DESTINATION_HEADER, KV_TRANSFER_KEY
-from tests.kit.fake_vllm import FakeVllm, encode
+from tests.kit.fake_vllm import encode
 from tests.kit.turn_bench import Pod
 
 UNROUTED = (b"x-context-unrouted", b"1")
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 MESSAGES = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-def engine():
-    return FakeVllm()
-
-
-@pytest.fixture
-def pod(tmp_path, engine):
-    return Pod(tmp_path, engine)
 
 
 def body_for(path, **more):
