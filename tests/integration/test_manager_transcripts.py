@@ -22,7 +22,7 @@ from context_manager.limits import SessionKey
 from context_manager.redis_connection import RedisConnection
 from context_manager.segments import pack_segment
 from context_manager.settings import ManagerSettings
-from contextcache.errors import ContextCacheError, ContextNotFound, LeaseLost
+from contextcache.errors import ContextCacheError, ContextNotFound
 from contextcache.model import CacheSessionMetadata, NewSession, Segment, SegmentKind, TurnCommit
 from contextcache.names import new_cache_ref, new_session_id
 from tests.kit.session_store import script_keys
@@ -150,62 +150,6 @@ async def test_pods_that_take_turns_are_sent_what_the_other_added(world: World) 
     assert world.sent["a"][1] == 2
     assert world.sent["b"][1] == 2
     assert world.sent["a"][0] > 10
-
-
-async def test_a_replay_elsewhere_that_kept_fewer_segments_is_seen(world: World) -> None:
-    await world.create("a", [ONE, TWO, THREE, ONE])
-    await world.turn("b", 2, [THREE, TWO])
-    await world.begin("a", read_only=True)
-
-    assert world.sent["a"] == (2, 2)
-
-
-async def test_a_context_made_again_under_its_own_id_is_seen(world: World) -> None:
-    """Id, generation, number of segments and last segment are the same: a copy could not be told by those."""
-    await world.create("a", [ONE, TWO])
-    await world.turn("a", 2, [THREE])
-    await world.recreate("b", [TWO, TWO])
-    await world.turn("b", 2, [THREE])
-    await world.begin("a", read_only=True)
-
-    assert world.sent["a"] == (0, 3)
-
-
-async def test_a_commit_whose_replies_were_lost_leaves_a_copy_that_still_serves(world: World) -> None:
-    await world.create("a", [ONE, TWO])
-    lease_id = world.lease()
-    await world.begin("a", lease_id)
-    commit = world.commit(lease_id, 2, [THREE], generation=1)
-    await world.pods["none"].commit_turn(commit)  # as sent by a, and never answered
-    world.took(commit)
-    await world.begin("a", read_only=True)
-
-    assert world.sent["a"] == (2, 1)
-
-
-async def test_a_commit_repeated_after_a_lost_reply_is_known_whole(world: World) -> None:
-    await world.create("a", [ONE, TWO])
-    lease_id = world.lease()
-    await world.begin("a", lease_id)
-    commit = world.commit(lease_id, 1, [THREE], generation=1)
-    await world.pods["none"].commit_turn(commit)
-    await world.pods["a"].commit_turn(commit)
-    world.took(commit)
-    await world.begin("a", read_only=True)
-
-    assert world.sent["a"] == (2, 0)
-
-
-async def test_a_refused_commit_changes_nothing_that_is_known(world: World) -> None:
-    await world.create("a", [ONE, TWO])
-    await world.begin("a", "stolen")
-    commit = world.commit("not-mine", 2, [THREE], generation=1)
-    with pytest.raises(LeaseLost):
-        await world.pods["a"].commit_turn(commit)
-    await world.pods["a"].abort_turn(TENANT, world.key.session_id, lease_id="stolen")
-    await world.begin("a", read_only=True)
-
-    assert world.sent["a"] == (2, 0)
 
 
 async def test_what_a_pod_has_of_a_deleted_context_goes_when_it_hears_of_it(world: World) -> None:

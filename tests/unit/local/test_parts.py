@@ -6,7 +6,6 @@ import pytest
 
 from deploy.local.parts import HOST_MEMORY_BYTES, part_names, stack_parts
 from deploy.local.paths import StackPaths
-from deploy.local.pods import endpoints_of
 from deploy.local.settings import StackSettings
 from gateway.envoy.settings import EnvoySettings
 from gateway.settings import GatewaySettings
@@ -99,47 +98,12 @@ def test_no_two_parts_share_a_port_or_a_file(make_parts):
     assert len(set(files)) == 4 * len(SIDECAR_FILES)
 
 
-def test_the_gateway_is_told_of_every_engine_and_its_sidecar(make_settings, make_parts):
-    parts = make_parts(engines=2)
-    endpoints = endpoints_of(make_settings(engines=2))
-
-    assert [(entry["name"], entry["url"], entry["turn_url"], entry["sidecar"]) for entry in endpoints] == [
-        ("engine-0", parts["engine"].url, parts["turn"].url, parts["sidecar"].url),
-        ("engine-1", parts["engine-1"].url, parts["turn-1"].url, parts["sidecar-1"].url),
-    ]
-    for variable, kind in (("ENVOY_PODS", "turn"), ("ENVOY_ENGINES", "engine")):
-        urls = [f"http://{address}" for address in json.loads(parts["envoy"].env[variable])]
-        assert urls == [parts[name].url for name in (kind, f"{kind}-1")]
-    assert [parts[name].env["TURN_ENDPOINT_NAME"] for name in ("turn", "turn-1")] == ["engine-0", "engine-1"]
-
-
-def test_a_turn_process_forwards_to_its_own_engine_which_loads_no_middleware(make_parts):
-    parts = make_parts(engines=2)
-
-    for turn, engine in (("turn", "engine"), ("turn-1", "engine-1")):
-        assert parts[turn].env["TURN_ENGINE_URL"] == parts[engine].url
-        assert parts[turn].url.endswith(f":{parts[turn].env['TURN_LISTEN_PORT']}")
-        assert "--middleware" not in parts[engine].command
-
-
 def test_a_list_of_endpoints_in_the_callers_environment_does_not_reach_the_gateway(make_parts, tmp_path, monkeypatch):
     monkeypatch.setenv("GATEWAY_ENDPOINTS", '[{"name": "another", "url": "http://127.0.0.1:1"}]')
     env = make_parts()["gateway"].env
 
     assert json.loads(env["GATEWAY_ENDPOINTS"]) == []
     assert env["GATEWAY_ENDPOINTS_FILE"] == str(StackPaths(tmp_path).endpoints)
-
-
-def test_envoy_sends_to_the_turn_processes_and_asks_the_gateway(make_settings, make_parts):
-    parts = make_parts(engines=2)
-    settings = told(make_settings(engines=2))
-    (gateway,) = settings.gateways
-
-    assert [f"http://{pod}" for pod in settings.pods] == [parts["turn"].url, parts["turn-1"].url]
-    assert gateway.ext_proc == parts["gateway"].env["GATEWAY_EXT_PROC_LISTEN"]
-    assert f"http://{gateway.http}" == parts["gateway"].url
-    assert settings.listen_host == settings.admin_host == "127.0.0.1"
-    assert (settings.listen_port, settings.admin_port) == parts["envoy"].ports
 
 
 def test_envoy_waits_for_a_silent_pod_as_long_as_the_gateways_own_front(make_settings, monkeypatch):
@@ -160,17 +124,6 @@ def test_envoy_gives_a_gateway_the_time_that_is_shipped_unless_the_gateway_waits
     assert told(make_settings(env={"GATEWAY_MANAGER_TIMEOUT_S": "20"})).plugin_timeout_s == 23
 
 
-def test_connector_and_turn_process_use_their_own_sidecars_socket(make_parts):
-    parts = make_parts(engines=2)
-
-    for engine, sidecar, turn in (("engine", "sidecar", "turn"), ("engine-1", "sidecar-1", "turn-1")):
-        socket = f"unix://{parts[sidecar].env['SIDECAR_UNIX_SOCKET']}"
-        transfer = transfer_config(parts[engine])
-        assert transfer["kv_connector_extra_config"]["sidecar"] == socket
-        assert transfer["kv_load_failure_policy"] == "recompute"
-        assert parts[turn].env["TURN_SIDECAR"] == socket
-
-
 def test_sidecars_may_fetch_from_each_other_and_from_nobody_else(make_parts):
     parts = make_parts(engines=3)
     urls = {part.url for part in parts.values() if part.kind == "sidecar"}
@@ -178,13 +131,6 @@ def test_sidecars_may_fetch_from_each_other_and_from_nobody_else(make_parts):
     assert json.loads(make_parts()["sidecar"].env["SIDECAR_PEERS"]) == []
     for part in (parts[name] for name in ("sidecar", "sidecar-1", "sidecar-2")):
         assert set(json.loads(part.env["SIDECAR_PEERS"])) == urls - {part.url}
-
-
-def test_dtype_and_further_arguments_reach_vllm(make_parts):
-    command = make_parts(dtype="float32", engine_args=("--max-num-seqs", "2"))["engine"].command
-
-    assert command[command.index("--dtype") + 1] == "float32"
-    assert command[-2:] == ("--max-num-seqs", "2")
 
 
 @pytest.mark.parametrize(("dev", "mode"), [(False, "0"), (True, "1")])
