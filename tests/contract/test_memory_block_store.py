@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from contextcache.errors import StorageFull
-from tests.contract.block_store_contract import BLOCK, LIMIT_BYTES, TAIL, BlockStoreContract, numbered, read
+from tests.contract.block_store_contract import BLOCK, LIMIT_BYTES, TAIL, BlockStoreContract, read
 from tests.kit.block_tiers import MemoryBlocks
 
 
@@ -19,42 +19,6 @@ def store() -> Iterator[MemoryBlocks]:
 
 class TestMemoryStore(BlockStoreContract):
     """Of a region."""
-
-
-def test_the_least_recently_pinned_block_leaves_for_a_new_one(store: MemoryBlocks) -> None:
-    for number in range(3):
-        store.put(numbered(number), bytes(320))
-    store.blocks.hold([numbered(0)], "lease")
-    store.blocks.let_go([numbered(0)], "lease")
-    store.put(numbered(3), bytes(320))
-
-    assert set(store.keys()) == {numbered(2), numbered(0), numbered(3)}
-    assert store.read(numbered(1)) is None
-
-
-def test_leased_blocks_stay_and_what_does_not_fit_beside_them_is_refused(store: MemoryBlocks) -> None:
-    store.put(BLOCK, bytes(600))
-    store.blocks.hold([BLOCK], "lease")
-
-    with pytest.raises(StorageFull):
-        store.put(TAIL, bytes(500))
-    assert store.keys() == [BLOCK]
-    store.blocks.let_go([BLOCK], "lease")
-    store.put(TAIL, bytes(500))
-    assert store.keys() == [TAIL]
-
-
-def test_a_block_that_is_read_in_under_a_lease_stays_until_the_last_one_ends(store: MemoryBlocks) -> None:
-    store.blocks.hold([BLOCK], "lease")
-    store.put(BLOCK, bytes(600))
-    store.blocks.hold([BLOCK], "lease")
-    store.blocks.let_go([BLOCK], "lease")
-
-    with pytest.raises(StorageFull):
-        store.put(TAIL, bytes(500))
-    store.blocks.let_go([BLOCK], "lease")
-    store.put(TAIL, bytes(500))
-    assert store.keys() == [TAIL]
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])

@@ -16,7 +16,6 @@ from contextcache.errors import (
     CacheRefNotFound,
     ContextDeleted,
     CorruptBlock,
-    FingerprintMismatch,
     InvalidRequest,
     SaveIncomplete,
     SidecarUnavailable,
@@ -198,16 +197,6 @@ async def test_a_stream_that_ends_inside_a_file_or_is_flipped_is_refused(
     with pytest.raises(error):
         await asyncio.to_thread(rank.client.save_blocks, iter(frames), DEADLINE_S)
     assert running.kv.block_files() == set()
-    rank.close()
-
-
-async def test_another_fingerprint_loads_nothing(running: Running) -> None:
-    rank = await running.rank()
-    new = await asyncio.to_thread(rank.save, PROMPT)
-    request = pb.LoadBlocksRequest(tenant=TENANT, cache_ref=new.cache_ref, fingerprint="e" * 64, block_indices=[0])
-
-    with pytest.raises(FingerprintMismatch):
-        await asyncio.to_thread(lambda: list(rank.client.load_blocks(request, DEADLINE_S)))
     rank.close()
 
 

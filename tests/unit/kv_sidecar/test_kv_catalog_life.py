@@ -46,20 +46,6 @@ def kv_settings(request: pytest.FixtureRequest) -> dict[str, object]:
     return {"slots": request.param}
 
 
-async def test_deleting_the_only_context_leaves_no_byte_in_any_tier(kv: SidecarUnderTest) -> None:
-    new = await kv.save(PROMPT)
-    held_bytes = kv.disk_bytes()
-    removed = await kv.catalog.delete(TENANT, SESSION, [])
-
-    assert removed == Removed(1, held_bytes)
-    assert kv.disk_bytes() == 0
-    assert kv.manifest_files() == set()
-    assert (kv.in_memory(), kv.missing_bytes()) == ([], 0)
-    with pytest.raises(CacheRefNotFound):
-        await kv.catalog.open(TENANT, new.cache_ref)
-    assert await kv.catalog.delete(TENANT, SESSION, [new.cache_ref]) == Removed(0, 0)
-
-
 async def test_deleting_one_of_two_contexts_frees_only_what_the_other_does_not_hold(kv: SidecarUnderTest) -> None:
     first = await kv.save(PROMPT, session_id="ctx_1")
     before = kv.disk_bytes()
@@ -284,19 +270,6 @@ async def test_a_load_reads_the_manifest_that_its_question_was_answered_from_onc
     with pytest.raises(CacheRefNotFound):
         await kv.catalog.open(TENANT, news[1].cache_ref, again=True)
     assert list(kv.catalog.manifests._read_last) == [news[0].cache_ref]
-
-
-async def test_a_restarted_sidecar_serves_from_disk_then_from_memory(tmp_path: Path, clock: ManualClock) -> None:
-    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
-        new = await kv.save(PROMPT)
-    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
-        manifest = await kv.catalog.open(TENANT, new.cache_ref)
-        assert kv.catalog.tier_of(manifest) == "disk"
-
-        assert await kv.load(new) == ["disk"] * 3
-        assert kv.catalog.tier_of(manifest) == "host"
-        assert await kv.load(new) == ["host"] * 3
-        assert await kv.load(new, in_slots=False) == ["host"] * 3
 
 
 def flip_last(path: Path) -> None:

@@ -173,20 +173,6 @@ def test_a_deleted_session_refuses_the_turns_that_had_begun() -> None:
     assert not is_deleted("ctx_2", 0)
 
 
-def test_a_manifest_that_outlives_the_memory_of_its_delete_is_sealed_again() -> None:
-    """As after a disk that did not let go of the file."""
-    clock = ManualClock()
-    refs = refs_of(clock)
-    refs.sealed(TENANT, NAMES[0])
-    refs.delete(refs.get(TENANT, NAMES[0]))
-    clock.advance(ms=KEEP_MS)
-    after = refs.get(TENANT, NAMES[0]).phase
-    refs.unsealed(TENANT, NAMES[0])
-
-    assert after is Phase.SEALED
-    assert len(refs) == 0
-
-
 class RefMachine(RuleBasedStateMachine):
     """Every legal order of events of two refs, beside a model of what a reader and a writer may see.
 
