@@ -74,13 +74,27 @@ DIGEST = "sha256:" + "0123456789abcdef" * 4
 
 
 def merged(*parts: Values) -> Values:
-    """Return values in which later parts win, mapping by mapping, as Helm merges files."""
+    """Return values in which later parts win, mapping by mapping, as Helm merges files.
+
+    A key of a part may be a path, as `--set` takes it: `gateway.service.port`.
+    """
     result: Values = {}
     for part in parts:
-        for key, value in part.items():
-            both = isinstance(value, dict) and isinstance(result.get(key), dict)
-            result[key] = merged(result[key], value) if both else copy.deepcopy(value)
+        for path, value in part.items():
+            *outer, key = path.split(".")
+            inner: Any = {key: value}
+            for name in reversed(outer):
+                inner = {name: inner}
+            _merge(result, inner)
     return result
+
+
+def _merge(result: Values, part: Values) -> None:
+    for key, value in part.items():
+        if isinstance(value, dict) and isinstance(result.get(key), dict):
+            _merge(result[key], value)
+        else:
+            result[key] = copy.deepcopy(value)
 
 
 EVERYTHING = merged(
@@ -102,13 +116,9 @@ EVERYTHING = merged(
 LMCACHE = merged(
     ENGINE,
     {
-        "engine": {
-            "turn": {
-                "lmcacheUrl": "http://$(HOST_IP):8080",
-                "lmcacheCoordinatorUrl": "http://lmcache-coordinator:9300",
-            },
-            "lmcache": {"connector": {"lmcache.mp.host": "tcp://$(HOST_IP)", "lmcache.mp.port": 6555}},
-        }
+        "engine.turn.lmcacheUrl": "http://$(HOST_IP):8080",
+        "engine.turn.lmcacheCoordinatorUrl": "http://lmcache-coordinator:9300",
+        "engine.lmcache.connector": {"lmcache.mp.host": "tcp://$(HOST_IP)", "lmcache.mp.port": 6555},
     },
 )
 """LMCache keeps KV: a server on each node, one coordinator."""
@@ -117,27 +127,18 @@ _VALUES: dict[str, Values] = {
     "defaults": {},
     "valkey": {"redis": {"url": ""}},
     "valkey without storage": {"redis": {"url": ""}, "valkey": {"storage": {"enabled": False}}},
-    "valkey with a storage class": {
-        "redis": {"url": ""},
-        "valkey": {"storage": {"size": "20Gi", "storageClassName": "fast"}},
-    },
+    "valkey with a storage class": {"redis.url": "", "valkey.storage": {"size": "20Gi", "storageClassName": "fast"}},
     "redis from a secret": {"redis": {"url": "", "existingSecret": "redis", "secretKey": "url"}},
     "redis over tls": {"redis": {"url": "rediss://redis.data.svc:6380/0", "tlsSecret": "redis-tls"}},
     "redis over mutual tls": {
-        "redis": {
-            "url": "rediss+cluster://redis.data.svc:6380/0",
-            "tlsSecret": "redis-tls",
-            "clientCertificate": True,
-            "egress": {"port": 6380},
-        }
+        "redis.url": "rediss+cluster://redis.data.svc:6380/0",
+        "redis.tlsSecret": "redis-tls",
+        "redis.clientCertificate": True,
+        "redis.egress.port": 6380,
     },
     "redis in one place": {
-        "redis": {
-            "egress": {
-                "port": 6379,
-                "to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "data"}}}],
-            }
-        }
+        "redis.egress.port": 6379,
+        "redis.egress.to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "data"}}}],
     },
     "names of its own": {"fullnameOverride": "kv", "nameOverride": "kvctx"},
     "another domain": {"clusterDomain": "corp.internal"},
@@ -161,9 +162,7 @@ _VALUES: dict[str, Values] = {
     "a named tenant": {"auth": {"tenant": "search-team"}},
     "no rbac": {"rbac": {"create": False}, "serviceAccount": {"create": False}},
     "annotated service accounts": {"serviceAccount": {"annotations": {"example.org/role": "reader"}}},
-    "openshift-like security context": merged(
-        ENGINE, INJECTOR, {"podDefaults": {"securityContext": {"fsGroup": 1000700000}}}
-    ),
+    "openshift-like security context": merged(ENGINE, INJECTOR, {"podDefaults.securityContext.fsGroup": 1000700000}),
     "gateway pods": {"gateway": POD},
     "context-manager pods": {"contextManager": POD},
     "envoy pods": {"envoy": POD},
@@ -175,17 +174,13 @@ _VALUES: dict[str, Values] = {
         INJECTOR,
         {
             "podDefaults": OF_POD,
-            "gateway": {
-                "pod": {
-                    "labels": {"example.org/tier": "other"},
-                    "nodeSelector": {"pool": "gateways"},
-                    "tolerations": [],
-                    "priorityClassName": "",
-                    "topologySpreadConstraints": [],
-                    "extraEnv": [],
-                    "pdb": {"enabled": False},
-                }
-            },
+            "gateway.pod.labels": {"example.org/tier": "other"},
+            "gateway.pod.nodeSelector.pool": "gateways",
+            "gateway.pod.tolerations": [],
+            "gateway.pod.priorityClassName": "",
+            "gateway.pod.topologySpreadConstraints": [],
+            "gateway.pod.extraEnv": [],
+            "gateway.pod.pdb.enabled": False,
         },
     ),
     "no spread": {"podDefaults": {"topologySpreadConstraints": []}},
@@ -203,14 +198,10 @@ _VALUES: dict[str, Values] = {
     "hpa for envoy": {"envoy": {"autoscaling": {"enabled": True}}},
     "keda": {"gateway": {"keda": {"enabled": True, "prometheusServer": "http://prometheus.monitoring.svc:9090"}}},
     "load balancer": {
-        "envoy": {
-            "service": {
-                "type": "LoadBalancer",
-                "port": 8080,
-                "annotations": {"example.org/lb": "internal"},
-                "loadBalancerSourceRanges": ["10.0.0.0/8"],
-            }
-        }
+        "envoy.service.type": "LoadBalancer",
+        "envoy.service.port": 8080,
+        "envoy.service.annotations": {"example.org/lb": "internal"},
+        "envoy.service.loadBalancerSourceRanges": ["10.0.0.0/8"],
     },
     "https for clients": {"envoy": {"tls": {"existingSecret": "front-tls"}}},
     "envoy gateway": ENVOY_GATEWAY,
@@ -230,95 +221,72 @@ _VALUES: dict[str, Values] = {
         {"engine": {"tensorParallelSize": 4, "gpu": {"count": 4}, "dtype": "bfloat16", "replicas": 2, **GPU_POD}},
     ),
     "engine on amd": merged(ENGINE, {"engine": {"gpu": {"resource": "amd.com/gpu", "count": 8}}}),
-    "engine without gpu": merged(
-        ENGINE, {"engine": {"gpu": {"count": 0}, "blockSize": 32, "dtype": "float32", "maxModelLen": 2048}}
-    ),
-    "engine with a runtime class": merged(
-        ENGINE, {"engine": {"runtimeClassName": "nvidia", "shm": {"sizeLimit": "32Gi"}}}
-    ),
-    "engine with a model cache": merged(
-        ENGINE, {"engine": {"modelCache": {"existingClaim": "models", "mountPath": "/srv/models"}}}
-    ),
+    "engine without gpu": ENGINE
+    | {"engine.gpu.count": 0, "engine.blockSize": 32, "engine.dtype": "float32", "engine.maxModelLen": 2048},
+    "engine with a runtime class": ENGINE | {"engine.runtimeClassName": "nvidia", "engine.shm.sizeLimit": "32Gi"},
+    "engine with a model cache": ENGINE
+    | {"engine.modelCache": {"existingClaim": "models", "mountPath": "/srv/models"}},
     "engine with a cache of its own": merged(
         ENGINE,
         {"engine": {"modelCache": {"size": "200Gi", "storageClassName": "fast"}, "hfTokenSecret": {"name": "hf"}}},
     ),
-    "engine with more volumes and init containers": merged(
-        ENGINE,
-        {
-            "engine": {
-                "modelCache": {"existingClaim": "models", "readOnly": True},
-                "extraInitContainers": [{"name": "fetch", "image": "fetch:1", **RESTRICTED}],
-                "extraVolumes": [{"name": "extra", "emptyDir": {"sizeLimit": "1Gi"}}],
-                "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
-            },
-            "sidecar": {
-                "settings": {"storeUrl": "file:///store"},
-                "extraVolumes": [{"name": "store", "persistentVolumeClaim": {"claimName": "kv-store"}}],
-                "extraVolumeMounts": [{"name": "store", "mountPath": "/store"}],
-            },
-        },
-    ),
-    "engine settings": merged(
-        ENGINE,
-        {
-            "engine": {
-                "servedModelName": "llama",
-                "blockSize": 32,
-                "extraArgs": ["--enable-chunked-prefill"],
-                "turn": {"rpcDeadlineMs": 3000, "leaseTtlMs": 30000},
-                "connector": {"load_always_ms": 64, "weights_epoch": "2026-11"},
-                "shutdownTimeoutS": 300,
-            }
-        },
-    ),
-    "sidecar on ephemeral volumes": merged(
-        ENGINE, {"sidecar": {"storage": {"type": "ephemeral", "size": "1Ti", "storageClassName": "local-nvme"}}}
-    ),
-    "sidecar on a claim": merged(
-        ENGINE, INJECTOR, {"sidecar": {"storage": {"type": "pvc", "storageClassName": "ssd"}}}
-    ),
+    "engine with more volumes and init containers": ENGINE
+    | {
+        "engine.modelCache.existingClaim": "models",
+        "engine.modelCache.readOnly": True,
+        "engine.extraInitContainers": [{"name": "fetch", "image": "fetch:1", **RESTRICTED}],
+        "engine.extraVolumes": [{"name": "extra", "emptyDir": {"sizeLimit": "1Gi"}}],
+        "engine.extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+        "sidecar.settings.storeUrl": "file:///store",
+        "sidecar.extraVolumes": [{"name": "store", "persistentVolumeClaim": {"claimName": "kv-store"}}],
+        "sidecar.extraVolumeMounts": [{"name": "store", "mountPath": "/store"}],
+    },
+    "engine settings": ENGINE
+    | {
+        "engine.servedModelName": "llama",
+        "engine.blockSize": 32,
+        "engine.extraArgs": ["--enable-chunked-prefill"],
+        "engine.turn.rpcDeadlineMs": 3000,
+        "engine.turn.leaseTtlMs": 30000,
+        "engine.connector.load_always_ms": 64,
+        "engine.connector.weights_epoch": "2026-11",
+        "engine.shutdownTimeoutS": 300,
+    },
+    "sidecar on ephemeral volumes": ENGINE
+    | {"sidecar.storage": {"type": "ephemeral", "size": "1Ti", "storageClassName": "local-nvme"}},
+    "sidecar on a claim": merged(ENGINE, INJECTOR, {"sidecar.storage": {"type": "pvc", "storageClassName": "ssd"}}),
     "sidecar on the node": merged(ENGINE, {"sidecar": {"storage": {"type": "hostPath", "hostPath": "/mnt/nvme/kv"}}}),
-    "sidecar before an object store": merged(
-        ENGINE,
-        {
-            "sidecar": {
-                "settings": {"storeUrl": "s3://kv/release"},
-                "diskLimit": "18Gi",
-                "storage": {"size": "20Gi"},
-                "extraEnv": [{"name": "AWS_REGION", "value": "eu-central-1"}],
-            },
-        },
-    ),
+    "sidecar before an object store": ENGINE
+    | {
+        "sidecar.settings.storeUrl": "s3://kv/release",
+        "sidecar.diskLimit": "18Gi",
+        "sidecar.storage.size": "20Gi",
+        "sidecar.extraEnv": [{"name": "AWS_REGION", "value": "eu-central-1"}],
+    },
     "two models": merged(
         ENGINE,
         {
             "engine": {"servedModelName": "large", "gpu": {"count": 4}, "tensorParallelSize": 4},
-            "models": {
-                "small": {"model": "Qwen/Qwen3-0.6B", "gpu": {"count": 0}, "tensorParallelSize": 1, "blockSize": 32}
-            },
+            "models.small": {"model": "Qwen/Qwen3-0.6B", "gpu": {"count": 0}, "tensorParallelSize": 1, "blockSize": 32},
         },
     ),
     "models alone": {"models": {"one": {"model": "a/one"}, "two": {"model": "b/two", "replicas": 3}}},
-    "sidecar settings": merged(
-        ENGINE,
-        {
-            "sidecar": {
-                "settings": {"ioThreads": 8, "collectIntervalS": 10},
-                "memoryLimit": "64Gi",
-                "diskLimit": "900Gi",
-                "storage": {"size": "1Ti"},
-                "resources": {"requests": {"cpu": "2", "memory": "66Gi"}, "limits": {"memory": "66Gi"}},
-            },
-        },
-    ),
-    "sidecar with events": merged(
-        ENGINE,
-        {
-            "sidecar": {"settings": {"eventsListen": "0.0.0.0:5561", "eventsTenants": ["team-a"], "eventsTopic": "kv"}},
-            "networkPolicy": {"eventSubscribers": [{"podSelector": {"matchLabels": {"app": "router"}}}]},
-        },
-    ),
+    "sidecar settings": ENGINE
+    | {
+        "sidecar.settings.ioThreads": 8,
+        "sidecar.settings.collectIntervalS": 10,
+        "sidecar.memoryLimit": "64Gi",
+        "sidecar.diskLimit": "900Gi",
+        "sidecar.storage.size": "1Ti",
+        "sidecar.resources.requests.cpu": "2",
+        "sidecar.resources.requests.memory": "66Gi",
+        "sidecar.resources.limits.memory": "66Gi",
+    },
+    "sidecar with events": ENGINE
+    | {
+        "sidecar.settings": {"eventsListen": "0.0.0.0:5561", "eventsTenants": ["team-a"], "eventsTopic": "kv"},
+        "networkPolicy.eventSubscribers": [{"podSelector": {"matchLabels": {"app": "router"}}}],
+    },
     "sidecars apart": merged(ENGINE, {"sidecar": {"peers": False}}),
     "sidecars of two networks": merged(ENGINE, {"sidecar": {"peerNetworks": ["10.0.0.0/8", "fd00::/8"]}}),
     "engines on other ports": merged(ENGINE, {"discovery": {"port": 8080, "sidecarPort": 50062}}),
@@ -326,45 +294,37 @@ _VALUES: dict[str, Values] = {
     "injector by cert-manager": merged(
         INJECTOR, CERT_MANAGER, {"injector": {"tls": {"certManager": True}, "failurePolicy": "Fail"}}
     ),
-    "injector with a certificate": merged(
-        INJECTOR, {"injector": {"tls": {"existingSecret": "webhook-tls", "caBundle": "LS0tLS1CRUdJTg=="}}}
-    ),
-    "injector for other namespaces": merged(
-        INJECTOR, {"injector": {"namespaceSelector": {"matchLabels": {"llm": "true"}}, "timeoutSeconds": 10}}
-    ),
+    "injector with a certificate": INJECTOR
+    | {"injector.tls": {"existingSecret": "webhook-tls", "caBundle": "LS0tLS1CRUdJTg=="}},
+    "injector for other namespaces": INJECTOR
+    | {"injector.namespaceSelector.matchLabels.llm": "true", "injector.timeoutSeconds": 10},
     "tls by cert-manager": merged(CERT_MANAGER, ENGINE),
     "tls from a secret": merged(TLS_SECRET, ENGINE, INJECTOR),
     "tls and no envoy": merged(TLS_SECRET, NO_ENVOY, ENGINE),
     "tls to valkey": merged(TLS_SECRET, {"redis": {"url": ""}}),
     "no network policies": merged(ENGINE, {"networkPolicy": {"enabled": False}}),
-    "narrow network policies": merged(
-        ENGINE,
-        {
-            "networkPolicy": {
-                "clients": [{"namespaceSelector": {"matchLabels": {"llm-clients": "true"}}}],
-                "monitoring": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
-                "apiServer": {"cidrs": ["10.96.0.1/32"], "ports": [443]},
-            }
-        },
-    ),
-    "network policies of every kind": merged(
-        ENGINE,
-        INJECTOR,
-        {
-            "networkPolicy": {
-                "dns": {"to": [{"ipBlock": {"cidr": "169.254.20.10/32"}}], "ports": [53, 5353]},
-                "apiServer": {"webhookClients": [{"ipBlock": {"cidr": "10.0.0.0/24"}}]},
-                "modelDownload": {"enabled": False},
-                "injectedPods": {"restrictHttp": True},
-                "extraIngress": {"gateway": [{"from": [{"podSelector": {}}], "ports": [{"port": 8000}]}]},
-                "extraEgress": {"engine": [{"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]}]},
-            }
-        },
-    ),
+    "narrow network policies": ENGINE
+    | {
+        "networkPolicy.clients": [{"namespaceSelector": {"matchLabels": {"llm-clients": "true"}}}],
+        "networkPolicy.monitoring": [
+            {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+        ],
+        "networkPolicy.apiServer.cidrs": ["10.96.0.1/32"],
+        "networkPolicy.apiServer.ports": [443],
+    },
+    "network policies of every kind": ENGINE
+    | INJECTOR
+    | {
+        "networkPolicy.dns.to": [{"ipBlock": {"cidr": "169.254.20.10/32"}}],
+        "networkPolicy.dns.ports": [53, 5353],
+        "networkPolicy.apiServer.webhookClients": [{"ipBlock": {"cidr": "10.0.0.0/24"}}],
+        "networkPolicy.modelDownload.enabled": False,
+        "networkPolicy.injectedPods.restrictHttp": True,
+        "networkPolicy.extraIngress.gateway": [{"from": [{"podSelector": {}}], "ports": [{"port": 8000}]}],
+        "networkPolicy.extraEgress.engine": [{"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]}],
+    },
     "lmcache in the sidecar's place": LMCACHE,
-    "lmcache over the sidecar": merged(
-        LMCACHE, {"engine": {"lmcache": {"secondTier": True}}, "sidecar": {"storage": {"type": "pvc"}}}
-    ),
+    "lmcache over the sidecar": merged(LMCACHE, {"engine.lmcache.secondTier": True, "sidecar.storage.type": "pvc"}),
     "monitoring": merged(MONITORING, ENGINE, INJECTOR),
     "pod monitor": {"monitoring": {"podMonitor": {"enabled": True}}},
     "rules": {"monitoring": {"prometheusRule": {"enabled": True}}},
@@ -373,18 +333,17 @@ _VALUES: dict[str, Values] = {
     "no tests": {"tests": {"enabled": False}},
     "debug": merged(ENGINE, INJECTOR, {"logLevel": "DEBUG"}),
     "everything": {**EVERYTHING, "redis": {"url": ""}},
-    "as little as possible": merged(
-        NO_ENVOY,
-        {
-            "networkPolicy": {"enabled": False},
-            "tests": {"enabled": False},
-            "rbac": {"create": False},
-            "serviceAccount": {"create": False},
-            "contextManager": {"replicas": 1},
-            "gateway": {"replicas": 1},
-            "podDefaults": {"topologySpreadConstraints": [], "pdb": {"enabled": False}},
-        },
-    ),
+    "as little as possible": NO_ENVOY
+    | {
+        "networkPolicy.enabled": False,
+        "tests.enabled": False,
+        "rbac.create": False,
+        "serviceAccount.create": False,
+        "contextManager.replicas": 1,
+        "gateway.replicas": 1,
+        "podDefaults.topologySpreadConstraints": [],
+        "podDefaults.pdb.enabled": False,
+    },
 }
 
 RELEASES: dict[str, Release] = {name: Release(merged(REDIS, values)) for name, values in _VALUES.items()} | {

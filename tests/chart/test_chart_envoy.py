@@ -54,26 +54,18 @@ SETTINGS = {
     ),
     "numbers large and small": (
         {
-            "envoy": {
-                "settings": {
-                    "maxHeapBytes": 34359738368,
-                    "maxConnections": 1000000,
-                    "pluginTimeoutS": 0.125,
-                    "connectTimeoutS": 10,
-                    "idleTimeoutS": 86400,
-                    "trustedHops": 2,
-                },
-                "drainDelayS": 30,
-                "drainTimeoutS": 0,
-            },
-            "engine": {"turn": {"maxBodyBytes": 134217728}},
-            "gateway": {
-                "settings": {
-                    "maxBodyBytes": 134217728,
-                    "enginePaths": ["GET /health", "POST /v1beta/e"],
-                    "corsOrigins": ORIGINS,
-                }
-            },
+            "envoy.settings.maxHeapBytes": 34359738368,
+            "envoy.settings.maxConnections": 1000000,
+            "envoy.settings.pluginTimeoutS": 0.125,
+            "envoy.settings.connectTimeoutS": 10,
+            "envoy.settings.idleTimeoutS": 86400,
+            "envoy.settings.trustedHops": 2,
+            "envoy.drainDelayS": 30,
+            "envoy.drainTimeoutS": 0,
+            "engine.turn.maxBodyBytes": 134217728,
+            "gateway.settings.maxBodyBytes": 134217728,
+            "gateway.settings.enginePaths": ["GET /health", "POST /v1beta/e"],
+            "gateway.settings.corsOrigins": ORIGINS,
         },
         {
             "max_heap_bytes": 34359738368,

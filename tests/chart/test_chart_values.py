@@ -39,20 +39,18 @@ BASES: list[Values] = [
     merged(REDIS, LMCACHE),
     merged(REDIS, NO_ENVOY, {"auth": {"existingSecret": "keys"}, "tests": {"apiKeySecret": "key"}}),
     merged(REDIS, {"signing": {"existingSecret": "s"}, "networkPolicy": {"clients": [{"podSelector": {}}]}}),
-    merged(
-        ENGINE,
-        {
-            "redis": {"url": "", "existingSecret": "r"},
-            "engine": {
-                "modelCache": {"existingClaim": "m"},
-                "hfTokenSecret": {"name": "hf"},
-                "gpu": {"count": 0},
-                "blockSize": 32,
-            },
-            "envoy": {"tls": {"existingSecret": "f"}, "service": {"type": "LoadBalancer"}},
-            "sidecar": {"storage": {"type": "pvc"}},
-        },
-    ),
+    ENGINE
+    | {
+        "redis.url": "",
+        "redis.existingSecret": "r",
+        "engine.modelCache.existingClaim": "m",
+        "engine.hfTokenSecret.name": "hf",
+        "engine.gpu.count": 0,
+        "engine.blockSize": 32,
+        "envoy.tls.existingSecret": "f",
+        "envoy.service.type": "LoadBalancer",
+        "sidecar.storage.type": "pvc",
+    },
     merged(REDIS, INJECTOR, {"injector": {"tls": {"existingSecret": "w", "caBundle": "YQ=="}}}),
 ]
 WITHOUT_EFFECT = {
@@ -114,9 +112,7 @@ SAMPLES: dict[str, Any] = {
 BESIDE: dict[str, Values] = {
     "gateway.service.loadBalancerSourceRanges": {"gateway": {"service": {"type": "LoadBalancer"}}},
     **{f"ingress.{key}": INGRESS for key in ("className", "annotations", "hosts", "tls")},
-    "networkPolicy.eventSubscribers": {
-        "sidecar": {"settings": {"eventsListen": "0.0.0.0:5561", "eventsTenants": ["*"]}},
-    },
+    "networkPolicy.eventSubscribers": {"sidecar.settings": {"eventsListen": "0.0.0.0:5561", "eventsTenants": ["*"]}},
     "networkPolicy.store.ports": {"sidecar": {"settings": {"storeUrl": "s3://kv"}}},
     "networkPolicy.store.to": {"sidecar": {"settings": {"storeUrl": "s3://kv"}}},
     "engine.tensorParallelSize": {"engine": {"gpu": {"count": 2}}},
@@ -124,9 +120,7 @@ BESIDE: dict[str, Values] = {
     "sidecar.storage.hostPath": {"sidecar": {"storage": {"type": "hostPath"}}},
     "gateway.keda.enabled": {"gateway": {"keda": {"prometheusServer": "http://p"}}},
     "tls.enabled": {"tls": {"existingSecret": "parts"}},
-    "tls.certManager.enabled": {
-        "tls": {"enabled": True, "existingSecret": "", "certManager": {"issuerRef": {"name": "ca"}}}
-    },
+    "tls.certManager.enabled": {"tls.enabled": True, "tls.existingSecret": "", "tls.certManager.issuerRef.name": "ca"},
 }
 """What some keys need beside them."""
 WITHOUT = {
@@ -219,13 +213,6 @@ def other_values(path: str, node: dict, default: Any) -> list[Any]:
     return [(default or 0) + 1]
 
 
-def nested(path: str, value: Any) -> Values:
-    """Return values in which one key is set."""
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    return value
-
-
 @functools.cache
 def settled(values: str) -> str | None:
     """Return a rendering without what is random, or nothing where the values are refused."""
@@ -249,7 +236,7 @@ def test_every_value_has_an_effect(path, defaults):
     for value in other_values(path, KEYS[path], default):
         for base in BASES:
             before = settled(json.dumps(merged(base, WITHOUT.get(path, beside))))
-            after = settled(json.dumps(merged(base, beside, nested(path, value))))
+            after = settled(json.dumps(merged(base, beside, {path: value})))
             if before is not None and after is not None and after != before:
                 return
     pytest.fail(f"{path}: nothing changes, whatever it is")
