@@ -2,7 +2,6 @@
 
 import pytest
 
-
 ENGINES_OWN = [
     {"prompt_logprobs": 1, "logprobs": 2},
     {"stop": ["\n\n", "END"], "stop_token_ids": [5], "include_stop_str_in_output": True},
