@@ -17,7 +17,6 @@ Loads that failed are counted by the engines themselves.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -34,7 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.engines import REST_S, forget_prefixes, running
 from benchmarks.estimates import cell, interval, paired_row, percentile
-from benchmarks.result import RESULTS, exit_code, write_result
+from benchmarks.result import exit_code, parser_of, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
@@ -95,8 +94,7 @@ class Agent:
 @exit_code
 def main() -> int:
     """Measure, print the tables, write the JSON; exit 1 when that failed, with --check also when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
+    parser = parser_of(__file__, __doc__, has_stack=True, has_bars=True)
     parser.add_argument("--pairs", type=int, default=15, help="of requests alone")
     parser.add_argument("--agents", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6, help="of all agents, before one engine is killed")
@@ -109,8 +107,6 @@ def main() -> int:
     )
     parser.add_argument("--silence-s", type=float, default=600.0)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_agents.json", help="where the JSON goes")
     options = parser.parse_args()
     if 2 * options.agents * options.context < TIMES_KV * 2 * options.kv_tokens:
         parser.error(f"all conversations together must be {TIMES_KV} times what both engines' KV holds, or more")

@@ -10,7 +10,6 @@ Envoy, the gateway and Valkey grow by no more than their documented bounds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -27,7 +26,7 @@ import aiohttp
 
 from benchmarks.attacks.attacker import ATTACKS
 from benchmarks.engines import running
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
 from deploy.local.ports import LOOPBACK
@@ -82,13 +81,10 @@ class Seen:
 
 def main() -> int:
     """Measure, print the table, write the JSON; with --check exit 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=8100, help="port of the benchmark's own stack")
+    parser = parser_of(__file__, __doc__, has_stack=True, has_bars=True)
     parser.add_argument("--seconds", type=float, default=60.0, help="length of each attack")
     parser.add_argument("--only", action="append", choices=list(ATTACKS), help="attacks to run; default: all")
     parser.add_argument("--front", action="append", choices=FRONTS, help="fronts to attack; default: both")
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_attacks.json", help="where the JSON goes")
     options = parser.parse_args()
     stack = Stack(ROOT / ".build" / "bench-stack", port=options.port)
     rows: list[dict[str, Any]] = []

@@ -25,7 +25,6 @@ Ours from memory has a bound too: its hit, one and a half copies of the bytes by
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -44,7 +43,7 @@ import numpy as np
 from benchmarks.engines import AFTER_STACK, REST_S, forget_prefixes, running, start_engine
 from benchmarks.estimates import cell, interval, percentile, ratio_row
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, exit_code, write_result
+from benchmarks.result import exit_code, parser_of, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.environments import LMCACHE, made
 from deploy.local.gateway_client import Answer, GatewayClient
@@ -314,15 +313,12 @@ def _start_engine(
 @exit_code
 def main() -> int:
     """Measure, print the tables, write the JSON; exit 1 when that failed, with --check also when ours is not ahead."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
+    parser = parser_of(__file__, __doc__, has_stack=True, has_bars=True)
     parser.add_argument("--size", type=int, action="append", help=f"about so many tokens; default: {SIZES}")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=[*PINS, "previous"], action="append", help="beside this one; default: all")
     parser.add_argument("--previous", type=Path, help="checkout of another commit with its .venv: a system more")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--check", action="store_true", help="exit 1 when ours is not ahead")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_beside.json", help="where the JSON goes")
     options = parser.parse_args()
     others = [name for name in PINS if name in (options.only or PINS)]
     sizes = sorted(options.size or SIZES)

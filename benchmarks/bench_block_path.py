@@ -9,7 +9,6 @@ first one warms caches. The second has one block, the third `--blocks`. Their di
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from benchmarks.bench_transfer import TENANT, Rank, Shape
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from contextcache.errors import ContextCacheError
 from contextcache.names import new_cache_ref
 from deploy.local.readiness import grpc_serves
@@ -196,11 +195,9 @@ def _until(act: Any) -> Any:
 
 def main() -> int:
     """Print the table and the files; exit 1 with `--check` when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__, has_bars=True)
     parser.add_argument("--blocks", type=int, default=33, help="blocks of the longest context")
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
     parser.add_argument("--files", action="store_true", help="list files and functions too")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_block_path.json", help="where the JSON goes")
     options = parser.parse_args()
     rows, is_missed = [], False
     for name, (one, many) in walks(options.blocks).items():

@@ -13,7 +13,6 @@ our files can write our manifests.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import statistics
@@ -21,12 +20,11 @@ import time
 import zlib
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 
 import blake3
 import xxhash
 
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from deploy.local.table import render
 
 SIZES = {"64 KiB": 1 << 16, "5.9 MB block": 5_898_240, "64 MiB": 64 << 20}
@@ -76,9 +74,8 @@ def table(found: dict[str, dict[str, float]]) -> str:
 
 def main() -> None:
     """Measure, print, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=31, help="measured rounds of each size")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_checksum.json")
     arguments = parser.parse_args()
     found = measure(arguments.rounds)
     print(table(found))

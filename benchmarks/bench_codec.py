@@ -41,7 +41,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.engines import forget_prefixes, start_engine
 from benchmarks.estimates import cell, interval, percentile
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from contextcache.errors import ContextCacheError
 from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, sign_kv_transfer
 from contextcache.model import Manifest
@@ -96,7 +96,7 @@ class Conversation:
 
 def main() -> int:
     """Measure, print the tables, write the JSON; with --check, exit 1 when a bar is not met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__, has_bars=True)
     parser.add_argument("--conversations", type=int, default=50)
     parser.add_argument("--turns", type=int, default=4, help="of each, beside its first")
     parser.add_argument("--first-tokens", type=int, default=150, help="of the first turn, about")
@@ -104,8 +104,6 @@ def main() -> int:
     parser.add_argument("--restores", type=int, default=3, help="of it, from each tier")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--port", type=int, default=8190, help="of the engine")
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is not met")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_codec.json", help="where the JSON goes")
     options = parser.parse_args()
     load, rows, numbers = os.getloadavg(), [], []
     try:

@@ -11,7 +11,6 @@ those a client waits for whole answers; medians over the rounds.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import forget_prefixes, running
-from benchmarks.result import RESULTS, exit_code, write_result
+from benchmarks.result import exit_code, parser_of, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
@@ -48,13 +47,11 @@ class Turn:
 @exit_code
 def main() -> int:
     """Measure, print the table, write the JSON; exit 1 when a part of the stack failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
+    parser = parser_of(__file__, __doc__, has_stack=True)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--turn-tokens", type=int, default=300, help="new text of a turn, about")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_conversation.json", help="where the JSON goes")
     options = parser.parse_args()
     stack = Stack(STACK_DIRECTORY, port=options.port, dtype=options.dtype, dev=True)
     taken: dict[str, list[list[Turn]]] = {way: [] for way in WAYS}

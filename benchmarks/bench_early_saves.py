@@ -10,7 +10,6 @@ Each round is a save of its own. The bars are those of the data path: ids 1.05 t
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any
 from benchmarks.bench_transfer import TENANT, Rank, Shape
 from benchmarks.estimates import cell, interval, percentile
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from contextcache.identity import KVTransfer
 from contextcache.names import new_cache_ref
 from deploy.local.readiness import grpc_serves
@@ -43,11 +42,9 @@ _HEADS = ("what", "n", "median", "95 %", "at most", "met")
 
 def main() -> int:
     """Measure, print the table, write the JSON; with --check, exit 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__, has_bars=True)
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="of the prompt")
     parser.add_argument("--rounds", type=int, default=9, help="after one that is not counted")
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_early_saves.json", help="where the JSON goes")
     options = parser.parse_args()
     load = os.getloadavg()
     with (

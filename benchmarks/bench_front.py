@@ -29,7 +29,7 @@ from benchmarks.front.parts import running_parts
 from benchmarks.front.real import measure_real
 from benchmarks.front.report import tables
 from benchmarks.processes import envoy_binary
-from benchmarks.result import RESULTS, exit_code, machine, write_result
+from benchmarks.result import exit_code, machine, parser_of, write_result
 from deploy.local.run_stamp import run_stamp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,14 +56,13 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--quick", action="store_true", help="one short round: two minutes, to see that it works")
     parser.add_argument("--real", action="store_true", help="throughput beside real vLLM, about six minutes")
     parser.add_argument("--no-peers", action="store_true", help="without vllm-router and litellm")
     parser.add_argument("--rounds", type=int, help=f"instead of {FULL.rounds} ({REAL_ROUNDS} with --real)")
     parser.add_argument("--port", type=int, default=8200, help="Envoy's port in the stack of --real")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of tables")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_front.json", help="where the JSON goes")
     return parser.parse_args()
 
 

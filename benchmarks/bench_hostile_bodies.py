@@ -8,7 +8,6 @@ gateway's memory may not grow by twice its size, nor by twice all of theirs when
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import http.client
 import json
@@ -26,7 +25,7 @@ import aiohttp
 
 from benchmarks.front.envoy_bootstrap import with_plugin
 from benchmarks.processes import ROOT, Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from contextcache.claim import CONTAINERS_MAX, DEPTH_MAX, OTHER_VALUES_MAX, STRINGS_MAX, VALUES_MAX
 from deploy.local.ports import LOOPBACK
 from deploy.local.progress import say
@@ -65,11 +64,10 @@ _ACCEPTED = (
 
 def main() -> int:
     """Measure, print the table, write the JSON; exit 1 when a bar is not met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--mib", type=int, default=32, help="of each body, less a little")
     parser.add_argument("--send", type=int, metavar="PORT", help="be the tenant: send the bodies there, once")
     parser.add_argument("--alone", action="store_true", help="with --send: one of each shape, one after the other")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_hostile_bodies.json", help="where the JSON goes")
     options = parser.parse_args()
     size_bytes = (options.mib << 20) - 256
     if options.send:

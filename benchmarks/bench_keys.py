@@ -7,7 +7,6 @@ how long it takes from a changed key file until Envoy has the new keys.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -23,7 +22,7 @@ import httpx
 
 from benchmarks.front.process_figures import cpu_seconds
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from deploy.local.progress import say
 from deploy.local.table import render
 from gateway.envoy.keys import discovered, watched_keys
@@ -158,10 +157,9 @@ async def measured(rounds: int, num: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--requests", type=int, default=1000, help="a round and way")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_keys.json", help="where the JSON goes")
     options = parser.parse_args()
     rows = asyncio.run(measured(options.rounds, options.requests))
     write_result(options.out, {"rows": rows})

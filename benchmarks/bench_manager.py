@@ -16,7 +16,6 @@ managers sweep as they always do. The append-only files are not rewritten meanwh
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -35,7 +34,7 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.fit import Bar, grown, table
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from context_manager.client import ContextManagerClient
 from context_manager.layout import member, script_arguments, script_rules, session_keys
 from context_manager.limits import SessionKey
@@ -81,12 +80,10 @@ end
 
 def main() -> int:
     """Measure, print the table, write the JSON; with --check, exit 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__, has_bars=True)
     parser.add_argument("--sessions", type=int, action="append", help=f"default: {SIZES}; 1 000 or more")
     parser.add_argument("--rounds", type=int, default=9, help="after one that is not counted")
     parser.add_argument("--turns", type=int, default=200, help="of each number of sessions, a round, alone")
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_manager.json", help="where the JSON goes")
     options = parser.parse_args()
     load, began_s, sizes = os.getloadavg(), time.monotonic(), sorted(set(options.sessions or SIZES))
     with tempfile.TemporaryDirectory(prefix="bench-manager-") as directory, Processes(Path(directory)) as processes:

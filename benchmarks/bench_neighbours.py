@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.estimates import cell, interval, percentile
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from deploy.local.model import MODEL_NAME
 from deploy.local.ports import LOOPBACK
 from deploy.local.progress import Step
@@ -63,10 +63,9 @@ KINDS = (QUIET, "over-long", "ids", "slow")
 
 def main() -> int:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--port", type=int, default=8300, help="Envoy's port in the stack")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_neighbours.json", help="where the JSON goes")
     parser.add_argument("--send", choices=KINDS[1:], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.send:

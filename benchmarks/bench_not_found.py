@@ -10,7 +10,6 @@ against odd ones.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -29,7 +28,7 @@ import aiohttp
 from benchmarks.front.envoy_bootstrap import with_plugin
 from benchmarks.front.stub_engine import MODEL
 from benchmarks.processes import POD, Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from context_manager.client import ContextManagerClient
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
 from contextcache.names import new_cache_ref, new_session_id
@@ -56,10 +55,9 @@ Times = dict[str, list[float]]
 
 def main() -> int:
     """Measure, print the table, write the JSON; exit 1 when a pair is over the bar."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=1000, help="calls of each kind, method and front")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_not_found.json", help="where the JSON goes")
     options = parser.parse_args()
     rows = [row for front in FRONTS for row in asyncio.run(_measured(front, options.rounds, options.seed))]
     report = {"rounds": options.rounds, "bar": {"share": BAR_SHARE, "us": BAR_US}, "rows": rows}

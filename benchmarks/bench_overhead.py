@@ -17,7 +17,6 @@ Round 0 is not counted: the first answers of a process are slow. A round has one
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 from benchmarks.engines import AFTER_STACK, add_engine_options, running, start_engine
 from benchmarks.estimates import cell, interval, paired_row, percentile
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, exit_code, write_result
+from benchmarks.result import exit_code, parser_of, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
@@ -69,14 +68,11 @@ class Window(NamedTuple):
 @exit_code
 def main() -> int:
     """Measure, print the table, write the JSON; exit 1 when that failed, with --check also when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
+    parser = parser_of(__file__, __doc__, has_stack=True, has_bars=True)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=("plain", "step"), help="one kind of pairs; default: both")
     parser.add_argument("--dtype", default="bfloat16")
     add_engine_options(parser)
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_overhead.json", help="where the JSON goes")
     options = parser.parse_args()
     more = {"model_dir": options.model, "engine_args": options.engine_arg}
     stack = Stack(STACK_DIRECTORY, port=options.port, dtype=options.dtype, **more)

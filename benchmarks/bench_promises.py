@@ -13,7 +13,6 @@ compared between the halves of a round; the time in which no sidecar runs does n
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -33,7 +32,7 @@ import numpy as np
 
 from benchmarks.estimates import cell, interval, paired_row, percentile
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from contextcache.model import Manifest
 from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
@@ -361,12 +360,10 @@ class Bench:
 
 def main() -> int:
     """Measure, print the table, write the JSON; with --check, exit 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__, has_bars=True)
     parser.add_argument("--promises", type=int, default=10_000, help="asked for in all rounds")
     parser.add_argument("--rounds", type=int, default=10, help="of two halves")
     parser.add_argument("--seed", type=int, default=1, help="of tenants, lifetimes and kills")
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_promises.json", help="where the JSON goes")
     options = parser.parse_args()
     load, size = os.getloadavg(), BLOCKS * len(Context("t", "s", new_cache_ref(), 1).file(_plan(_ANY), 0))
     disk_bytes = options.promises * size // OVERLOAD

@@ -19,7 +19,6 @@ passes again and again, the longest of 50 look-ups says for how long a load's qu
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -34,7 +33,7 @@ import numpy as np
 
 from benchmarks.fit import Bar, grown, table
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from deploy.local.progress import Step
 from deploy.local.table import figure
 
@@ -64,12 +63,10 @@ Samples = dict[str, dict[int, list[float]]]
 
 def main() -> int:
     """Measure, print the tables, write the JSON; with --check, exit 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__, has_bars=True)
     parser.add_argument("--axis", choices=BARS, action="append", help="default: all")
     parser.add_argument("--contexts", type=int, action="append", help=f"default: {CONTEXTS}; 1 000 or more")
     parser.add_argument("--rounds", type=int, default=9, help="after one that is not counted")
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_scale.json", help="where the JSON goes")
     options = parser.parse_args()
     load, began_s, axes = os.getloadavg(), time.monotonic(), options.axis or list(BARS)
     samples = {axis: _samples(axis, options.rounds, options.contexts or CONTEXTS) for axis in axes}

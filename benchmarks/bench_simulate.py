@@ -15,16 +15,14 @@ a pod's GPU is with prompts, and its disk with what is saved.
 
 from __future__ import annotations
 
-import argparse
 import math
 import resource
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from benchmarks.simulate.probing import probe_cpu_s
 from benchmarks.simulate.rates import control_costs, measured_rates
 from benchmarks.simulate.seen import told
@@ -49,10 +47,9 @@ _HEADS = ("pods", "contexts", "when", "requests/s", "hit", *_TIERS, "skew", "p50
 
 def main() -> None:
     """Simulate, print the tables, write the JSON (`make plots` draws it)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--size", choices=SIZES, default="default")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_simulate.json", help="where the JSON goes")
     options = parser.parse_args()
     quiet()
     rows = [row for num_pods in SIZES[options.size] for row in rows_of(num_pods, options.seed)]

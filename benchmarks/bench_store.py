@@ -10,7 +10,6 @@ against it the library is slow too.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import json
@@ -29,7 +28,7 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from contextcache.clock import SystemClock
 from contextcache.model import CacheRef
 from contextcache.names import new_cache_ref
@@ -201,10 +200,9 @@ def rows(found: dict[str, Figures]) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each store")
     parser.add_argument("--port", type=int, default=9290, help="of the S3 server on loopback; 0: a directory alone")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_store.json")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-store-") as name:
         directory = Path(name)

@@ -11,7 +11,6 @@ is measured beside this one, each in a process of its own. Figures are medians o
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -44,14 +43,13 @@ Events = list[bytes]
 
 def main() -> int:
     """Measure, print the table, write the JSON; exit 1 when this version misses the bar."""
-    from benchmarks.result import RESULTS, write_result
+    from benchmarks.result import parser_of, write_result
     from deploy.local.table import render
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--base", type=Path, help="worktree of a commit to compare with")
     parser.add_argument("--only", nargs="*", choices=CASES, default=tuple(CASES))
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_streaming.json", help="where the JSON goes")
     options = parser.parse_args()
     versions = {"now": ROOT} | ({"base": options.base.resolve()} if options.base else {})
     rows = _measured(versions, options.only, options.rounds)

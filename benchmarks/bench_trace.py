@@ -19,7 +19,6 @@ All is greedy, in float32.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -37,7 +36,7 @@ from benchmarks.bench_beside import NEEDED_BYTES, PINS, free_shared, start_lmcac
 from benchmarks.engines import AFTER_STACK, forget_prefixes, running, start_engine
 from benchmarks.estimates import cell, percentile
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, exit_code, write_result
+from benchmarks.result import exit_code, parser_of, write_result
 from benchmarks.traces import BLOCK_TOKENS, SCALE, Session, sessions
 from deploy.local.environments import made
 from deploy.local.gateway_client import Answer, GatewayClient
@@ -172,12 +171,10 @@ def scheduled(taken: Sequence[Session]) -> list[Asked]:
 @exit_code
 def main() -> int:
     """Measure, print the table, write the JSON; exit 1 when a part failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
+    parser = parser_of(__file__, __doc__, has_stack=True)
     parser.add_argument("--sessions", type=int, default=6, help="recorded sessions, 14 at most")
     parser.add_argument("--kv-tokens", type=int, default=4_608, help="tokens that an engine's KV holds")
     parser.add_argument("--cold", type=int, default=12, help="prompts that are computed again, cold")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_trace.json", help="where the JSON goes")
     options = parser.parse_args()
     os.environ.setdefault("SIDECAR_MEMORY_LIMIT_BYTES", str(MEMORY_BYTES))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

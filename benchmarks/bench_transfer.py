@@ -12,7 +12,6 @@ small context first: one that has run for a while has its threads and buffers.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ctypes
 import mmap
@@ -33,7 +32,7 @@ import torch
 
 from benchmarks.estimates import cell, interval, percentile
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from contextcache.errors import ContextCacheError
 from contextcache.model import Manifest
 from contextcache.names import new_cache_ref
@@ -83,12 +82,10 @@ SHAPES = {"llama3-8b": Shape(32, 8, 128, 16), "smollm2": Shape(30, 3, 64, 32)}
 
 def main() -> int:
     """Measure, print the tables, write the JSON; with --check, exit 1 when a bar is not met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__, has_bars=True)
     parser.add_argument("--shape", choices=SHAPES, action="append", help="default: all")
     parser.add_argument("--tokens", type=int, default=4096, help="of the context; its bytes are needed six times")
     parser.add_argument("--rounds", type=int, default=9, help="after one that is compared byte by byte, not counted")
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is not met")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_transfer.json", help="where the JSON goes")
     options = parser.parse_args()
     load = os.getloadavg()
     samples = {name: _rounds(name, options.tokens, options.rounds) for name in options.shape or SHAPES}

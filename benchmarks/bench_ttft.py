@@ -22,7 +22,6 @@ itself. Not measured: throughput, and a disk without a page cache (the operating
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -35,7 +34,7 @@ from typing import Any
 
 from benchmarks.engines import REST_S, add_engine_options, forget_prefixes, running
 from benchmarks.estimates import cell, interval, percentile, ratio_row
-from benchmarks.result import RESULTS, exit_code, write_result
+from benchmarks.result import exit_code, parser_of, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.engine import engine_defaults
 from deploy.local.gateway_client import Answer, GatewayClient
@@ -115,8 +114,7 @@ class Sample:
 @exit_code
 def main() -> int:
     """Measure, print the tables, write the JSON; exit 1 when that failed, with --check also when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
+    parser = parser_of(__file__, __doc__, has_stack=True, has_bars=True)
     parser.add_argument("--size", type=int, action="append", help=f"about so many tokens; default: {SIZES}")
     parser.add_argument("--rounds", type=int, default=9, help="of the long; the short have three times as many")
     parser.add_argument("--peer", action="store_true", help="from another pod's sidecar too: needs a second engine")
@@ -124,8 +122,6 @@ def main() -> int:
     parser.add_argument("--store", choices=("dir",), default="", help="from a shared store too, a directory")
     parser.add_argument("--dtype", default="bfloat16")
     add_engine_options(parser)
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_ttft.json", help="where the JSON goes")
     options = parser.parse_args()
     # Each round of 5 800 tokens saves a few contexts of 130 MB, and is to find its own in memory.
     os.environ.setdefault("SIDECAR_MEMORY_LIMIT_BYTES", str(1 << 30))

@@ -9,7 +9,6 @@ as one tuple for its engine, which no protocol takes away.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import secrets
 import statistics
@@ -25,7 +24,7 @@ import redis
 
 from benchmarks.front.process_figures import cpu_seconds
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from context_manager.client import ContextManagerClient
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
 from contextcache.names import new_cache_ref
@@ -49,9 +48,8 @@ Turns = dict[str, list[dict[str, float]]]
 
 def main() -> int:
     """Measure, print the table, write the JSON; exit 1 when a ratio is over the bar."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=200, help="turns of each conversation")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_turn_cost.json", help="where the JSON goes")
     options = parser.parse_args()
     rows = asyncio.run(_measured(options.rounds))
     report = {"rounds": options.rounds, "bar": BAR, "rows": rows}

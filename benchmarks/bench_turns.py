@@ -15,7 +15,6 @@ intervals take turns for independent, which those in one queue are not: they are
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -31,7 +30,7 @@ from typing import Any
 from benchmarks.engines import AFTER_STACK, running, start_engine
 from benchmarks.estimates import cell, interval, percentile, ratio_row
 from benchmarks.processes import Processes
-from benchmarks.result import RESULTS, exit_code, write_result
+from benchmarks.result import exit_code, parser_of, write_result
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
@@ -82,16 +81,13 @@ class Agent:
 @exit_code
 def main() -> int:
     """Measure, print the tables, write the JSON; exit 1 when that failed, with --check also when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
+    parser = parser_of(__file__, __doc__, has_stack=True, has_bars=True)
     parser.add_argument("--agents", type=int, default=32)
     parser.add_argument("--turns", type=int, default=3, help="of each agent, by each way")
     parser.add_argument("--context", type=int, default=2400, help="about so many tokens before the first turn")
     parser.add_argument("--kv-tokens", type=int, default=35_200, help="that the engine's KV holds")
     parser.add_argument("--pause-s", type=float, default=20.0, help="mean; each is between 0 and twice that")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_turns.json", help="where the JSON goes")
     options = parser.parse_args()
     if options.agents * options.context < TIMES_KV * options.kv_tokens:
         parser.error(f"all contexts together must be {TIMES_KV} times the engine's KV, or more")

@@ -5,7 +5,6 @@ Makes files of random bytes with the tensors of an 8-billion-parameter model, an
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.result import RESULTS, write_result
+from benchmarks.result import parser_of, write_result
 from vllm_plugin.connector.identity.weights import sample
 
 _SHARD_BYTES = 2 << 30
@@ -24,10 +23,9 @@ _CHUNK_BYTES = 16 << 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--gib", type=int, default=8, help="size of the weights that are made up")
     parser.add_argument("--directory", type=Path, help="where they are made, and removed")
-    parser.add_argument("--out", type=Path, default=RESULTS / "bench_weights.json", help="where the JSON goes")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.directory) as name:
         figures = _measure(Path(name), args.gib << 30)

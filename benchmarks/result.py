@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import shutil
@@ -34,6 +35,22 @@ def exit_code(main: Callable[[], int]) -> Callable[[], int]:
             return 130
 
     return run
+
+
+def parser_of(
+    file: str, description: str | None, *, has_stack: bool = False, has_bars: bool = False
+) -> argparse.ArgumentParser:
+    """Return a parser of the options that benchmarks share.
+
+    `--out` is for all. `has_stack`: `--port` of the benchmark's own stack. `has_bars`: `--check`.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if has_stack:
+        parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
+    if has_bars:
+        parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{Path(file).stem}.json", help="where the JSON goes")
+    return parser
 
 
 def write_result(file: Path, report: Mapping[str, Any], *, model: str = MODEL_NAME) -> None:
