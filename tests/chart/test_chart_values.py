@@ -243,7 +243,7 @@ def test_every_value_has_an_effect(path, defaults):
 
 
 def test_the_bases_render():
-    assert [helm_says(Release(base))[2] for base in BASES] == [""] * len(BASES)
+    assert [helm_says(Release(merged(base)))[2] for base in BASES] == [""] * len(BASES)
 
 
 @pytest.mark.parametrize(
