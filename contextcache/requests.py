@@ -1,8 +1,11 @@
 """Rules for requests that gateway and pod share: requests in flight by tenant, large bodies, repeated headers. Pure.
 
+*Shares*: a limit of all tenants together refuses only tenants that have their equal share of it. Requests of the
+gateway, look-ups, loads and saves of the engine, pulls and saves of the sidecar are limited by this one rule.
+
 *In flight*: requests and bytes of their bodies by tenant. A request over a limit is refused and not counted. A `with`
 block returns its count on every exit: answered, failed or cancelled. Counts belong to one event loop, so N processes
-allow a tenant N times its limit. A limit on the total refuses only tenants that have their equal share of it.
+allow a tenant N times its limit.
 
 *Large bodies* are read in a thread, one at a time. A decoder holds the interpreter lock while it runs. So the next
 large body waits as long as the last one took, and the event loop has at least that time for other requests.
@@ -15,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import RLock
 from typing import TypeVar
 
 from contextcache.errors import NoReadyEndpoint, TooManyInFlight
@@ -24,7 +28,7 @@ _RETRY_AFTER_S = 1
 REQUESTS = "requests"
 BYTES = "bytes"
 SHARE = "share"
-_TOTAL_OVERLOAD = 2
+OVERLOAD_MAX = 2
 """Factor of the total limit up to which tenants below their share may go. Four tenants at once reach it."""
 LARGE_BYTES = 1 << 20
 """Bytes of a body from which it is large. Smaller bodies take a few milliseconds at most."""
@@ -47,6 +51,52 @@ def fair_share(limit: int, num_tenants: int) -> int:
     return max(1, limit // num_tenants)
 
 
+class TenantShares(dict[TenantId, int]):
+    """Positive amounts in use by tenant, of something that all tenants share. Any thread may change them."""
+
+    def __init__(self, limit: int = 0, holders: Iterable[TenantId] = ()) -> None:
+        """`limit` of all amounts together; 0: no limit. `holders`: tenants in use of one each."""
+        super().__init__()
+        self._limit = limit
+        self._lock = RLock()
+        self.total = 0
+        for tenant in holders:
+            self.add(tenant, 1)
+
+    def add(self, tenant: TenantId, amount: int) -> None:
+        """Count more, or less with a negative amount."""
+        with self._lock:
+            count = self.get(tenant, 0) + amount
+            assert count >= 0, "more returned than taken"
+            self.total += amount
+            if count:
+                self[tenant] = count
+            else:
+                self.pop(tenant, None)
+
+    def has_share(self, tenant: TenantId) -> bool:
+        """Return whether the limit is reached and a tenant has its equal share of it."""
+        if not self._limit or self.total < self._limit:
+            return False
+        return self.get(tenant, 0) >= fair_share(self._limit, len(self) + (tenant not in self))
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether even a tenant without any gets nothing."""
+        return 0 < OVERLOAD_MAX * self._limit <= self.total
+
+    def takes(self, tenant: TenantId) -> bool:
+        """Return whether a tenant may have one more."""
+        return not (self.is_overloaded or self.has_share(tenant))
+
+    def take(self, tenant: TenantId) -> bool:
+        """Count one more if the tenant may have it; return whether it may."""
+        with self._lock:
+            if may_have := self.takes(tenant):
+                self.add(tenant, 1)
+        return may_have
+
+
 class TenantsInHand:
     """Requests and bytes in flight by tenant. Tenants without any are not stored."""
 
@@ -65,7 +115,7 @@ class TenantsInHand:
         self.limits = requests_max, bytes_max
         """Requests and bytes that a tenant may have in flight; 0: no limit."""
         self._total_requests_max = total_requests_max
-        self._requests, self._bytes = _Counts(), _Counts()
+        self._requests, self._bytes = TenantShares(total_requests_max), TenantShares()
         self.refused: Callable[[str], None] = on_refused or (lambda _limit: None)
 
     @contextmanager
@@ -130,33 +180,15 @@ class TenantsInHand:
         return TooManyInFlight(message, retry_after_s=_RETRY_AFTER_S)
 
     def _check_total(self, tenant: TenantId) -> None:
-        limit, taken = self._total_requests_max, self._requests.total
-        if not limit or taken < limit:
-            return
-        num_tenants = len(self._requests) + (tenant not in self._requests)
-        if self._requests.get(tenant, 0) >= fair_share(limit, num_tenants):
+        limit = self._total_requests_max
+        if self._requests.has_share(tenant):
             raise self._too_many(
                 SHARE, f"all {limit} requests that the gateway carries are in use, and this tenant has its fair share"
             )
-        if taken >= _TOTAL_OVERLOAD * limit:
+        if self._requests.is_overloaded:
             raise NoReadyEndpoint(
                 f"the gateway has reached its limit of {limit} requests in flight", retry_after_s=_RETRY_AFTER_S
             )
-
-
-class _Counts(dict[TenantId, int]):
-    """Positive amounts by tenant, with their sum."""
-
-    total = 0
-
-    def add(self, tenant: TenantId, amount: int) -> None:
-        count = self.get(tenant, 0) + amount
-        assert count >= 0, "more returned than taken"
-        self.total += amount
-        if count:
-            self[tenant] = count
-        else:
-            self.pop(tenant, None)
 
 
 class LargeBodies:

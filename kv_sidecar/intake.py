@@ -19,6 +19,7 @@ from contextcache.errors import (
     StorageFull,
 )
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.requests import TenantShares
 from kv_sidecar.blocks import Blocks
 from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.ids import BlockKey
@@ -72,7 +73,8 @@ class Intake:
             is_one_of_several = new.world_size > 1 and not new.source
             if is_one_of_several and 0 < new.started_at_ms <= self._refs.forgotten_until_ms:
                 raise ContextDeleted("another rank may have ended this save")
-            if len(self._refs.saves()) >= self._limits.max_saves:
+            saves = TenantShares(self._limits.max_saves, (save.new.tenant for _, save in self._refs.saves()))
+            if not saves.takes(new.tenant):
                 raise StorageFull("too many saves in flight")
             save = Save(new, self._deadline_ms())
             if ref.reason == INTERRUPTED and not new.source:

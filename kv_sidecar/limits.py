@@ -32,7 +32,9 @@ class Limits:
     promised_share: float = 0.5
     """Share of the disk tier that promises may take. In memory they may take half of this share."""
     max_pulls: int = 8
-    """Pulls at once, half of them for prefixes; a further pull is refused. They share one link and one disk."""
+    """Pulls at once, half of them for prefixes; a further pull is refused. They share one link and one disk.
+
+    Here and for saves, tenants below their equal share have up to as many again."""
     pull_timeout_s: float = 10.0
     """Longest time of one pull, beyond the time of its bytes at the slowest rate. A request may set less."""
     pull_bytes_per_s_min: int = 50_000_000

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from contextcache.errors import ContextCacheError
 from contextcache.model import CacheRef, SessionId, TenantId
 from contextcache.names import KEPT_PREFIX, SESSION_ID_PATTERN
+from contextcache.requests import TenantShares
 from kv_sidecar.format.ids import TOKEN_BYTES
 from kv_sidecar.moving.pulling import ABSENT_MAX, ABSENT_MS, Peer, Prefix, Pulls, Wanted
 from kv_sidecar.recent import RecentNames
@@ -51,7 +52,7 @@ class Prefixes:
         default_factory=lambda: RecentNames(keep_ms=ABSENT_MS, max_names=ABSENT_MAX)
     )
     """Conversations that the store did not have a moment ago."""
-    _num_questions: int = 0
+    _questions: TenantShares = field(default_factory=lambda: TenantShares(_STORE_QUESTIONS_MAX))
     _silent_until_ms: int = 0
 
     async def find(self, question: PrefixQuestion, *, peer: str = "") -> Sequence[Found]:
@@ -80,12 +81,12 @@ class Prefixes:
             await peer.close()
 
     async def _at_store(self, store: Peer, question: PrefixQuestion, tokens_min: int) -> list[Found] | None:
-        self._num_questions += 1
+        self._questions.add(question.tenant, 1)
         begun = None
         try:
             begun = await self._ask(store, question, tokens_min, address="", timeout_s=_STORE_ASKS * self.ask_s)
         finally:
-            self._num_questions -= 1
+            self._questions.add(question.tenant, -1)
             if begun is None:  # also when the engine has given up the question
                 self._silent_until_ms = self.pulls.runtime.clock.now_ms() + ABSENT_MS
         if begun == []:
@@ -115,7 +116,7 @@ class Prefixes:
             return False
         if self.pulls.catalog.manifests.of_session(*conversation) and 2 * known >= question.num_tokens:
             return False
-        is_open = now_ms >= self._silent_until_ms and self._num_questions < _STORE_QUESTIONS_MAX
+        is_open = now_ms >= self._silent_until_ms and self._questions.takes(question.tenant)
         return is_open and self._absent.added_at_ms(conversation, now_ms) is None
 
     def _begin(self, question: PrefixQuestion, matches: Sequence[Found], tokens_min: int, *, peer: str) -> list[Found]:

@@ -35,6 +35,7 @@ from contextcache.errors import (
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from contextcache.names import check_cache_refs, check_tenant
 from contextcache.process.crash_points import crash_point
+from contextcache.requests import TenantShares
 from contextcache.wire.tracing import child_span
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.crash_points import BETWEEN_PULLED_BLOCKS
@@ -275,11 +276,12 @@ class Pulls:
             return PullReply("refused", "peer_not_allowed")
         if self.engine.fingerprint is None:
             return PullReply("refused", "no_engine")
+        pulls = TenantShares(self.limits.max_pulls, (it.tenant for it in self._tasks.values()))
         # Half of all pulls may be of prefixes: the rest is for turns that moved.
-        prefixes_max = max(1, self.limits.max_pulls // 2)
-        num_prefixes = sum(it.prefix is not None for it in self._tasks.values())
-        is_full = len(self._tasks) >= self.limits.max_pulls or (wanted.prefix and num_prefixes >= prefixes_max)
-        return PullReply("refused", "too_many_pulls") if is_full else PullReply("started")
+        of_prefixes = (it.tenant for it in self._tasks.values() if it.prefix is not None)
+        prefixes = TenantShares(max(1, self.limits.max_pulls // 2), of_prefixes)
+        takes = pulls.takes(wanted.tenant) and (wanted.prefix is None or prefixes.takes(wanted.tenant))
+        return PullReply("started") if takes else PullReply("refused", "too_many_pulls")
 
     async def _run(self, wanted: Wanted) -> None:
         began_at_s = time.monotonic()

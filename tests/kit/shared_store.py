@@ -46,11 +46,13 @@ class Held:
         self._do = getattr(owner, method)
         self._part = part
         self.has_come, self.may_go_on = asyncio.Event(), asyncio.Event()
+        self.num_come = 0
         setattr(owner, method, self)
 
     async def __call__(self, *args: Any, **more: Any) -> Any:
         if self._part in str(args[0]):
             self.has_come.set()
+            self.num_come += 1
             await self.may_go_on.wait()
         return await self._do(*args, **more)
 

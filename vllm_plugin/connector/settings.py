@@ -34,8 +34,8 @@ class Bounds:
     """Minimum tokens that a prefix match in other KV of the tenant must add to the turn's own KV. Two prompts of one
     template always share a few tokens."""
     lookup_threads = 16
-    """Look-ups in flight at once. A look-up that waits for a save or a pull keeps its thread. A sidecar runs fewer
-    pulls at once than this, so such waits never block other look-ups."""
+    """Look-ups in flight at once. A look-up that waits for a save or a pull keeps its thread. Tenants below their equal
+    share of these, and of the three bounds below, have up to as many again (`contextcache.requests.TenantShares`)."""
     load_threads = 2
     """Loads copied at once. One load fills about one memory channel."""
     save_threads = 4

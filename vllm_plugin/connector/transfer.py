@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, SidecarUnavailable
+from contextcache.model import TenantId
+from contextcache.requests import OVERLOAD_MAX, TenantShares
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import NO_TRACER, Tracer
 from kv_sidecar.client import EngineSidecarClient, MappedArena
@@ -79,30 +81,58 @@ class ResultBox:
 
 
 class TransferPool:
-    """A few threads behind a bounded queue; started at the first piece of work."""
+    """A few threads behind a bounded queue; started at the first piece of work.
+
+    Tenants share threads and queue (`TenantShares`). The next piece is of the tenant that has the fewest running.
+    """
 
     def __init__(self, name: str, *, threads: int, queue_limit: int) -> None:
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=f"context-cache-{name}")
+        self._executor = ThreadPoolExecutor(OVERLOAD_MAX * threads, thread_name_prefix=f"context-cache-{name}")
         self._lock = threading.Lock()
-        self._live: set[Future[None]] = set()
-        self._limit = threads + queue_limit
+        self._live: dict[Future[None], TenantId] = {}
+        self._waiting: dict[TenantId, dict[Future[None], Callable[[], None]]] = {}
+        """Work that no thread has taken, oldest first; tenants in the order in which they are next."""
+        self._in_hand, self._running = TenantShares(threads + queue_limit), TenantShares(threads)
 
-    def try_submit(self, work: Callable[[], None]) -> Future[None] | None:
-        """Queue `work`, or return None at once when the queue is full or the pool is closed. Never waits."""
+    def try_submit(self, work: Callable[[], None], tenant: TenantId = "") -> Future[None] | None:
+        """Queue `work`, or return None at once when the queue is full or the pool is closed. Never waits.
+
+        `tenant`: owner of the work; empty: the engine itself.
+        """
         future: Future[None] = Future()
         with self._lock:
-            if len(self._live) >= self._limit:
+            if not self._in_hand.take(tenant):
                 return None
-            try:
-                self._executor.submit(_carry_out, future, work)
-            except RuntimeError:
-                # Closed, or no thread could be started. Then the work was queued all the same, for the threads there
-                # are: it must not run when the caller has been told that it will not, and has freed what it uses.
-                if future.cancel():
-                    return None
-            self._live.add(future)
+            self._live[future] = tenant
+            self._waiting.setdefault(tenant, {})[future] = work
         future.add_done_callback(self._forget)
+        try:
+            self._executor.submit(self._work)
+        except RuntimeError:
+            # Closed, or no thread could be started. A thread that is there may have taken the work all the same.
+            # Work that none has taken must not run: the caller is told so, and frees the memory that it uses.
+            if future.cancel():
+                return None
         return future
+
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            future, tenant, work = taken
+            _carry_out(future, work)
+            self._running.add(tenant, -1)
+
+    def _take(self) -> tuple[Future[None], TenantId, Callable[[], None]] | None:
+        """Return the next piece of work; None: nothing waits, or only tenants wait that have their share of threads."""
+        with self._lock:
+            tenant = min(self._waiting, key=lambda one: self._running.get(one, 0), default=None)
+            if tenant is None or not self._running.take(tenant):
+                return None
+            works = self._waiting.pop(tenant)
+            future = next(iter(works))
+            work = works.pop(future)
+            if works:
+                self._waiting[tenant] = works
+            return future, tenant, work
 
     def run_all(self, works: Sequence[Callable[[], None]]) -> None:
         """Run pieces of work at once. When this returns or raises, each has ended or will never begin.
@@ -130,7 +160,11 @@ class TransferPool:
 
     def _forget(self, future: Future[None]) -> None:
         with self._lock:
-            self._live.discard(future)
+            tenant = self._live.pop(future)
+            self._in_hand.add(tenant, -1)
+            works = self._waiting.get(tenant, {})
+            if works.pop(future, None) is not None and not works:
+                del self._waiting[tenant]
         if not future.cancelled() and (error := future.exception()) is not None:
             log.error("transfer thread failed", exc_info=error)
 

@@ -184,7 +184,7 @@ class WorkerSide:
             obstacle = "null_block"
         elif load.plan.adapter is not None and not self.adapters.is_loaded(load.plan.adapter):
             obstacle = CHANGED
-        elif (future := self._load_pool.try_submit(lambda: loader.run(load))) is None:
+        elif (future := self._load_pool.try_submit(lambda: loader.run(load), load.plan.tenant)) is None:
             obstacle = "queue_full"
         else:
             self._loads.append((load, future))

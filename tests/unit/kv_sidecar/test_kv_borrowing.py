@@ -132,6 +132,21 @@ async def test_a_storm_of_prefixes_leaves_room_for_a_turn_that_moved(pods: Pods)
     await pods.here.catalog.open(TENANT, moved.cache_ref)
 
 
+async def test_one_tenants_storm_of_prefixes_leaves_room_for_a_prefix_of_another_tenant(pods: Pods) -> None:
+    """Seen failing: one tenant had all pulls of prefixes."""
+    for tenant in (TENANT, "other"):
+        await pods.there.save((*DOCUMENT, *range(100, 140)), tenant=tenant)
+    pods.peer.hold_manifest.clear()
+    found = [
+        await pods.find((*DOCUMENT[:end], 7), tenant=tenant)
+        for end, tenant in ((8, TENANT), (12, TENANT), (12, "other"))
+    ]
+    pods.peer.hold_manifest.set()
+    await pods.ended()
+
+    assert [len(one) for one in found] == [1, 0, 1]
+
+
 async def test_prompts_that_part_within_a_block_fetch_one_prefix(pods: Pods) -> None:
     await pods.there.save((*DOCUMENT, *range(100, 140)))
     pods.peer.hold_manifest.clear()

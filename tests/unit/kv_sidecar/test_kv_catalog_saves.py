@@ -278,6 +278,18 @@ async def test_too_many_saves_at_once_are_refused_and_the_refused_one_may_come_a
         assert await waiting is not None
 
 
+async def test_one_tenants_saves_leave_room_for_those_of_another_tenant(tmp_path: Path, clock: ManualClock) -> None:
+    """Seen failing: one tenant had all saves, and the other tenant's save was refused."""
+    async with SidecarUnderTest(tmp_path, clock=clock, max_saves=1) as kv:
+        await kv.catalog.prepare_save(new_save(PROMPT, now_ms=clock.now_ms()))
+        other = new_save(PROMPT, now_ms=clock.now_ms(), tenant="other")
+        await kv.send_all(other)
+
+        assert await kv.catalog.seal(other.cache_ref, 0)
+        with pytest.raises(StorageFull):
+            await kv.catalog.prepare_save(new_save(PROMPT, now_ms=clock.now_ms()))
+
+
 async def test_who_waits_for_a_seal_is_told_when_it_comes(kv: SidecarUnderTest, clock: ManualClock) -> None:
     new = new_save(PROMPT, now_ms=clock.now_ms())
     waiting = asyncio.create_task(kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=30))

@@ -496,6 +496,18 @@ async def test_more_pulls_than_allowed_are_refused_until_one_has_ended(pair: Pai
     assert pair.start(new_cache_ref()) == STARTED
 
 
+async def test_one_tenants_pulls_leave_the_others_their_share(pair: Pair) -> None:
+    """Seen failing: one tenant had all pulls, and every other tenant's was refused."""
+    pair.peer.hold_manifest.clear()
+    tenants = ("flood", "flood", "flood", "other", "other", "third", "fourth")
+    replies = [pair.start(new_cache_ref(), tenant=tenant) for tenant in tenants]
+    pair.peer.hold_manifest.set()
+    await pair.ended()
+
+    is_started = [True, True, False, True, False, True, False]
+    assert replies == [STARTED if it else PullReply("refused", "too_many_pulls") for it in is_started]
+
+
 async def test_what_is_here_or_on_its_way_is_not_pulled(pair: Pair) -> None:
     sealed = await pair.here.save(PROMPT)
     saving = new_save(PROMPT, now_ms=pair.clock.now_ms())

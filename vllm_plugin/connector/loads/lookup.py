@@ -6,7 +6,6 @@ every token of the answer with the prompt.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from contextcache.errors import ContextCacheError, FingerprintMismatch, SidecarU
 from contextcache.identity import KVTransfer
 from contextcache.model import CacheRef, Manifest
 from contextcache.names import prompt_ref
+from contextcache.requests import TenantShares
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import Tracer
 from kv_sidecar.client import EngineSidecarClient
@@ -134,7 +134,7 @@ class Lookups:
         num_threads, limit = self.settings.lookup_threads, self.settings.queue_limit
         self._pool = TransferPool("lookups", threads=num_threads, queue_limit=limit)
         # Pulls hold half of the threads at most: questions of other requests go on.
-        self._pulls = threading.BoundedSemaphore(max(1, num_threads // 2))
+        self._pulls = TenantShares(max(1, num_threads // 2))
 
     def start(
         self, transfer: KVTransfer, token_ids: Sequence[int], facts: RankFacts, compute_us_per_token: float
@@ -180,17 +180,17 @@ class Lookups:
                 prompt = np.asarray(token_ids, dtype=np.int64)
                 question.token_ids = prompt.astype("<u4").tobytes()
                 found = self._ask(question, prompt, facts, lookup.deadline_ms, timeout_s)
-                if found.coming_ms > 0 and self._pulls.acquire(blocking=False):
+                if found.coming_ms > 0 and self._pulls.take(transfer.tenant):
                     try:
                         while self._comes_in_time(found, lookup, until_ms(), limit_ms):
                             found = self._ask(question, prompt, facts, lookup.deadline_ms, timeout_s)
                     finally:
-                        self._pulls.release()
+                        self._pulls.add(transfer.tenant, -1)
                 span.set_attribute("contextcache.matched_tokens", found.num_tokens)
                 span.set_attribute("contextcache.reason", found.reason)
             lookup.answer = found
 
-        if (future := self._pool.try_submit(ask)) is not None:
+        if (future := self._pool.try_submit(ask, transfer.tenant)) is not None:
             lookup.future = future
         else:
             lookup.answer = Match(None, reason="queue_full")

@@ -246,7 +246,7 @@ class Saver(RankParts):
         self._saves.clear()
 
     def _submit(self, pool: TransferPool, save: Save, part: Part, work: Callable[[Save, Part], None]) -> None:
-        if pool.try_submit(lambda: work(save, part)) is None:
+        if pool.try_submit(lambda: work(save, part), part.plan.tenant) is None:
             self._end_part(save, part, "queue_full")
 
     def _queue(self, save: Save, part: Part) -> None:

@@ -33,11 +33,13 @@ def cache_ref(number: int) -> str:
     return f"ref_{number:032x}"
 
 
-def transfer(*, load: tuple[str, ...] = (), save: str | None = None, secret: bytes = SECRET) -> dict[str, Any]:
+def transfer(
+    *, load: tuple[str, ...] = (), save: str | None = None, secret: bytes = SECRET, tenant: str = "demo"
+) -> dict[str, Any]:
     """Return `kv_transfer_params` as the turn middleware makes them."""
     signed = sign_kv_transfer(
         KVTransfer(
-            tenant="demo",
+            tenant=tenant,
             session_id="ctx_1",
             request_id=f"request-{save or ''}-{'-'.join(load)}",
             load=load,

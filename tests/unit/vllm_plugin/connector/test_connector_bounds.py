@@ -12,6 +12,7 @@ import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
+from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from vllm_plugin.connector import scheduler_side, spin, worker_side
 from vllm_plugin.connector.scheduler_side import LoadPhase
@@ -53,6 +54,47 @@ def test_as_many_questions_are_asked_at_once_as_there_are_threads_for(start_engi
     assert not question.done()
     engine.sidecar.pulling.clear()
     question.result(30)
+
+
+def test_a_flood_for_one_context_that_is_pulled_delays_no_other_tenants_look_up(start_engine: Start) -> None:
+    """Seen failing: the queue was full of one tenant's questions, and the other tenant's was refused."""
+    engine = start_engine(bounds={"lookup_threads": 2, "queue_limit": 2})
+    engine.loop.play("save", PROMPT, params=transfer(save=A, tenant="other"))
+    engine.sidecar.pulling.add(B)
+    for number in range(5):
+        engine.loop.add(f"flood {number}", [number, *PROMPT], max_tokens=1, params=transfer(load=(B,)))
+    engine.sidecar.wait_for("waiting")
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,), tenant="other"))
+    asked = engine.loop.connector.scheduler_side._requests
+    asked["again"].lookup.future.result(10)
+
+    assert asked["again"].lookup.result(0).num_tokens == len(PROMPT)
+    assert asked["flood 4"].lookup.result(0).reason == "queue_full"
+    engine.sidecar.pulling.clear()
+
+
+def test_a_tenant_whose_look_ups_wait_for_pulls_keeps_no_other_tenant_from_waiting(start_engine: Start) -> None:
+    """Seen failing: the other tenant computed its prompt, although its pull would have ended in time."""
+    engine = start_engine(bounds={"lookup_threads": 2})
+    engine.loop.connector.scheduler_side._estimate._tokens_per_ms = len(PROMPT) / 10_000
+    engine.sidecar.coming_ms = 2_900
+    engine.sidecar.pulling.add(A)
+    asked = engine.sidecar.questions
+
+    def is_asked_twice(tenant: str) -> bool:
+        engine.sidecar.limit_passed.set()
+        return sum(question.tenant == tenant for question in asked) > 1
+
+    def start(tenant: str) -> None:
+        engine.loop.add(tenant, PROMPT, max_tokens=1, params=transfer(load=(A,), tenant=tenant))
+        lookup = engine.loop.connector.scheduler_side._requests[tenant].lookup
+        wait_until(lambda: is_asked_twice(tenant) or lookup.future.done(), what="it is over, or asks again")
+
+    start("demo")
+    start("other")
+
+    assert is_asked_twice("other")
+    engine.sidecar.pulling.clear()
 
 
 def test_kv_memory_is_touched_at_the_start(start_engine: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ def test_a_full_queue_that_refuses_early_files_costs_the_save_nothing(
     uploads, refused = engine.loop.worker.worker_side._upload_pool, [True]
     finish_behind(engine, tokens(900), A, engine.sidecar._arrival("prepare_save").is_set)
     try_submit = uploads.try_submit
-    monkeypatch.setattr(uploads, "try_submit", lambda work: None if refused and refused.pop() else try_submit(work))
+    monkeypatch.setattr(uploads, "try_submit", lambda *work: None if refused and refused.pop() else try_submit(*work))
     gate.set()
     engine.loop.run(lambda: not engine.loop.scheduler.has_requests())
 
@@ -221,7 +221,7 @@ def test_blocks_that_become_somebody_elses_are_not_shipped(start_engine: Callabl
     engine = start_engine(num_blocks=64, extra={"early_saves": "on", "match_prefix": False}, bounds=NOT_HELD)
     side, gate = engine.loop.worker.worker_side, threading.Event()
     for _ in range(side._settings.save_threads):
-        side._upload_pool.try_submit(lambda: gate.wait(30) and None)
+        side._upload_pool.try_submit(lambda: gate.wait(30) and None, "demo")
     engine.loop.add("gone", tokens(900), params=transfer(save=A))
     engine.loop.steps(3)
     engine.loop.abort("gone")

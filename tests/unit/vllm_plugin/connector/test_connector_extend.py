@@ -85,7 +85,7 @@ class AtOnce(TransferPool):
     def __init__(self) -> None:
         super().__init__("none", threads=1, queue_limit=1)
 
-    def try_submit(self, work: Callable[[], None]) -> Any:
+    def try_submit(self, work: Callable[[], None], tenant: str = "") -> Any:
         work()
         return True
 

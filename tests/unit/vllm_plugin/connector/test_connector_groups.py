@@ -188,7 +188,7 @@ def busy_savers(engine: Engine) -> threading.Event:
     """Keep all threads that save busy until the event is set."""
     side, gate = engine.loop.worker.worker_side, threading.Event()
     for _ in range(side._settings.save_threads):
-        side._save_pool.try_submit(lambda: gate.wait(30) and None)
+        side._save_pool.try_submit(lambda: gate.wait(30) and None, "demo")
     return gate
 
 

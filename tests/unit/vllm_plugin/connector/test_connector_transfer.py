@@ -52,6 +52,31 @@ def test_a_full_pool_refuses_at_once_and_takes_again_later(pool: TransferPool) -
     assert pool.try_submit(lambda: None) is not None
 
 
+def test_a_tenants_work_does_not_wait_for_another_tenants(pool: TransferPool) -> None:
+    """Seen failing with one tenant's name for all work."""
+    gate, begun = threading.Event(), threading.Event()
+    pool.try_submit(lambda: begun.set() or (gate.wait(30) and None), "flood")
+    assert begun.wait(30)
+    waiting = [pool.try_submit(lambda: None, "flood") for _ in range(3)]
+    other = pool.try_submit(lambda: None, "other")
+    assert other is not None
+    other.result(10)
+
+    assert [future is None or future.done() for future in waiting] == [False, False, True]
+    gate.set()
+
+
+def test_tenants_take_turns(pool: TransferPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool._executor, "submit", lambda _work: None)
+    for tenant in ("a", "a", "a", "b", "c"):
+        pool.try_submit(lambda: None, tenant)
+    begun = [pool._take() for _ in range(3)]
+    pool._running.add("a", -1)
+    begun += [pool._take()]
+
+    assert [taken and taken[1] for taken in begun] == ["a", "b", None, "c"]
+
+
 def test_a_closed_pool_refuses() -> None:
     pool = TransferPool("test", threads=1, queue_limit=2)
     pool.close(1)
