@@ -36,7 +36,7 @@ class Limits:
 
     Here and for saves, tenants below their equal share have up to as many again."""
     pull_timeout_s: float = 10.0
-    """Longest time of one pull, beyond the time of its bytes at the slowest rate. A request may set less."""
+    """Longest time of one pull, beyond the time of its bytes at the slowest rate."""
     pull_bytes_per_s_min: int = 50_000_000
     """Slowest rate of a pull: below half a gigabit, computing is faster."""
     manifest_timeout_s: float = 1.0

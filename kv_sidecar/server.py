@@ -254,8 +254,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def PullContext(self, request: pb.PullContextRequest, context: Context) -> pb.PullContextResponse:
-        wanted = Wanted(request.tenant, tuple(request.cache_refs), request.peer, request.timeout_ms / 1000)
-        reply = self._sidecar.pulls.start(wanted)
+        reply = self._sidecar.pulls.start(Wanted(request.tenant, tuple(request.cache_refs), request.peer))
         return pb.PullContextResponse(
             outcome=pb.PullOutcome.Value(f"PULL_OUTCOME_{reply.outcome.upper()}"), reason=reply.reason
         )

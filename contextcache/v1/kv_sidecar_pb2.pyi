@@ -1787,13 +1787,10 @@ class PullContextRequest(google.protobuf.message.Message):
     TENANT_FIELD_NUMBER: builtins.int
     CACHE_REFS_FIELD_NUMBER: builtins.int
     PEER_FIELD_NUMBER: builtins.int
-    TIMEOUT_MS_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     peer: builtins.str
     """gRPC address of the peer, host:port; one this sidecar is configured to trust."""
-    timeout_ms: builtins.int
-    """Longest time in ms the pull may take; 0: the sidecar's own limit, which also caps it."""
     @property
     def cache_refs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """KVs wanted, best first; the first one the peer has is fetched."""
@@ -1804,9 +1801,8 @@ class PullContextRequest(google.protobuf.message.Message):
         tenant: builtins.str = ...,
         cache_refs: collections.abc.Iterable[builtins.str] | None = ...,
         peer: builtins.str = ...,
-        timeout_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_refs", b"cache_refs", "peer", b"peer", "tenant", b"tenant", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_refs", b"cache_refs", "peer", b"peer", "tenant", b"tenant"]) -> None: ...
 
 Global___PullContextRequest: typing_extensions.TypeAlias = PullContextRequest
 

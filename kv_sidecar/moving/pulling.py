@@ -147,8 +147,6 @@ class Wanted:
     """Best first."""
     peer: str
     """`host:port`; empty: the shared store alone."""
-    timeout_s: float = 0
-    """0: the sidecar's own limit, which also caps it."""
     prefix: Prefix | None = None
     """None: all of it, under the name it has there."""
 
@@ -163,8 +161,6 @@ class Wanted:
         if not 0 < len(self.cache_refs) <= MAX_REFS:
             raise InvalidRequest(f"a pull must name 1 to {MAX_REFS} cache_refs", param="cache_refs")
         check_cache_refs(self.cache_refs, param="cache_refs")
-        if self.timeout_s < 0:
-            raise InvalidRequest("timeout must be 0 or more", param="timeout_ms")
 
 
 @dataclass(slots=True)
@@ -288,7 +284,7 @@ class Pulls:
         outcome = "internal_error"
         try:
             with child_span("sidecar pull"):
-                async with asyncio.timeout(self._timeout_s(wanted)) as deadline:
+                async with asyncio.timeout(self.limits.pull_timeout_s) as deadline:
                     await self._pull(wanted, deadline)
             outcome = "pulled"
         except TimeoutError:
@@ -306,9 +302,6 @@ class Pulls:
             self.runtime.metrics.pull_seconds.observe(time.monotonic() - began_at_s)
             log.info("pull ended", extra={"outcome": outcome, "cache_ref": wanted.names[0], "peer": wanted.peer})
 
-    def _timeout_s(self, wanted: Wanted) -> float:
-        return min(wanted.timeout_s or self.limits.pull_timeout_s, self.limits.pull_timeout_s)
-
     async def _pull(self, wanted: Wanted, deadline: asyncio.Timeout) -> None:
         # Before the first question: a deletion that comes while the peer answers is one during the pull.
         started_at_ms = self.runtime.clock.now_ms()
@@ -316,7 +309,7 @@ class Pulls:
             assert self.store is not None, "a store is open"
             await self._pull_from(self.store, wanted, deadline, started_at_ms)
             return
-        peer = self.connect(wanted.peer, self._timeout_s(wanted))
+        peer = self.connect(wanted.peer, self.limits.pull_timeout_s)
         try:
             await self._pull_from(peer, wanted, deadline, started_at_ms)
         except (CacheRefNotFound, SidecarUnavailable):
@@ -339,8 +332,7 @@ class Pulls:
                 expires_at_ms=min(wanted.prefix.expires_at_ms, manifest.expires_at_ms),
             )
         )
-        ends_at_s = deadline.when()
-        if not wanted.timeout_s and ends_at_s is not None:  # the bytes have their time unless the request names one
+        if (ends_at_s := deadline.when()) is not None:  # the bytes have their time
             deadline.reschedule(ends_at_s + ours.size_bytes / self.limits.pull_bytes_per_s_min)
         await self._save(Transfer(ours, manifest, peer, self.runtime.clock.now_ms()), started_at_ms)
 

@@ -49,8 +49,8 @@ class Node:
         self.address = f"127.0.0.1:{port}"
         self.client = KVSidecarClient(self.address, timeout_s=60)
 
-    async def pull(self, *cache_refs: str, peer: str, timeout_ms: int = 0) -> pb.PullContextResponse:
-        request = pb.PullContextRequest(tenant=TENANT, cache_refs=cache_refs, peer=peer, timeout_ms=timeout_ms)
+    async def pull(self, *cache_refs: str, peer: str) -> pb.PullContextResponse:
+        request = pb.PullContextRequest(tenant=TENANT, cache_refs=cache_refs, peer=peer)
         return await self.client._stub().PullContext(request, timeout=60)
 
     async def settled(self) -> None:
@@ -168,7 +168,7 @@ async def test_a_peer_lost_in_the_middle_of_a_pull_leaves_nothing(
 
     here = await start_node("here", step=step, slots=False, pull_timeout_s=timeout_s)
     address, new = await large_peer(process, num_blocks=25)
-    await here.pull(new.cache_ref, peer=address, timeout_ms=timeout_s * 1000)
+    await here.pull(new.cache_ref, peer=address)
     assert await asyncio.to_thread(arrived.wait, 60)
     process.process.send_signal(ending)
     gate.set()

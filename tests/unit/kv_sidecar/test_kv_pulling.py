@@ -40,8 +40,8 @@ class Pair(PeerPods):
         for rank in range(world_size):
             self.here.sidecar.engine.introduce(rank, world_size, fingerprint, "")
 
-    def start(self, *cache_refs: str, tenant: str = TENANT, peer: str = PEER, timeout_s: float = 0) -> PullReply:
-        return self.here.sidecar.pulls.start(Wanted(tenant, cache_refs, peer, timeout_s))
+    def start(self, *cache_refs: str, tenant: str = TENANT, peer: str = PEER) -> PullReply:
+        return self.here.sidecar.pulls.start(Wanted(tenant, cache_refs, peer))
 
     async def pull(self, *cache_refs: str) -> None:
         assert self.start(*cache_refs) == STARTED
@@ -362,7 +362,8 @@ async def test_a_peer_that_breaks_off_leaves_nothing_and_can_be_asked_again(pair
 async def test_a_peer_that_hangs_is_left_at_the_deadline(pair: Pair, hold: str) -> None:
     new = await pair.there.save(PROMPT)
     getattr(pair.peer, hold).clear()
-    pair.start(new.cache_ref, timeout_s=0.05)
+    pair.here.sidecar.pulls.limits = replace(pair.here.sidecar.pulls.limits, pull_timeout_s=0.05)
+    pair.start(new.cache_ref)
     await pair.ended()
 
     assert pair.pulls("deadline") == 1
@@ -370,23 +371,6 @@ async def test_a_peer_that_hangs_is_left_at_the_deadline(pair: Pair, hold: str) 
     with pytest.raises(CacheRefNotFound) as missing:
         await pair.here.catalog.open(TENANT, new.cache_ref)
     assert not isinstance(missing.value, CacheRefPending)
-
-
-async def test_nobody_may_ask_for_more_time_than_the_sidecar_gives(tmp_path: Path, pair: Pair) -> None:
-    given: list[float] = []
-    here = SidecarUnderTest(
-        tmp_path / "third",
-        connect_peer=lambda address, timeout_s: given.append(timeout_s) or pair.peer,
-        peers=("*",),
-        pull_timeout_s=3,
-    )
-    async with here:
-        here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
-        for timeout_s in (0, 1, 100):
-            here.sidecar.pulls.start(Wanted(TENANT, (new_cache_ref(),), PEER, timeout_s))
-            await asyncio.gather(*here.sidecar.pulls._tasks)
-
-    assert given == [3, 1, 3]
 
 
 async def test_a_larger_context_gets_more_time(tmp_path: Path, pair: Pair) -> None:
@@ -554,7 +538,6 @@ async def test_a_sidecar_that_stops_breaks_pulls_off_and_takes_no_more(pair: Pai
         Wanted(TENANT, (), PEER),
         Wanted(TENANT, ("ref_1",), PEER),
         Wanted(TENANT, tuple(new_cache_ref() for _ in range(9)), PEER),
-        Wanted(TENANT, (new_cache_ref(),), PEER, -1),
     ],
 )
 async def test_a_pull_that_cannot_be_is_refused(pair: Pair, wanted: Wanted) -> None:
