@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
-from opentelemetry.trace import SpanKind
+from typing_extensions import override
 
 from context_manager import refusals
 from context_manager.segments import unpack_transcript
 from context_manager.transcript_memory import TranscriptMemory
 from contextcache.clock import Clock, SystemClock
-from contextcache.errors import AlreadyAnswered, ContextBusy, ContextCacheError, InvalidRequest, StoreUnavailable
+from contextcache.errors import AlreadyAnswered, ContextBusy, ContextCacheError, StoreUnavailable
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
@@ -34,12 +34,10 @@ from contextcache.model import (
 )
 from contextcache.terms import Terms
 from contextcache.v1 import context_manager_pb2 as pb
-from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
-from contextcache.wire.channels import Connection
-from contextcache.wire.messages import message_of, value_of
-from contextcache.wire.rpc import answer_of, within
+from contextcache.wire.channels import ServiceClient
+from contextcache.wire.messages import value_of
+from contextcache.wire.rpc import within
 from contextcache.wire.tls import WatchedTls
-from contextcache.wire.tracing import child_span, trace_metadata
 
 _SERVICE = "contextcache.v1.ContextManagerService"
 _HEALTH_METHOD = "/grpc.health.v1.Health/Check"
@@ -49,7 +47,7 @@ _HEALTH_SERVING = b"\x08\x01"
 """HealthCheckResponse {status: SERVING}: field 1, varint 1."""
 
 
-class ContextManagerClient:
+class ContextManagerClient(ServiceClient):
     """The methods of ContextCacheManager, over one connection that is made at the first call."""
 
     def __init__(
@@ -69,8 +67,7 @@ class ContextManagerClient:
         """
         self._memory = TranscriptMemory(bytes_max=transcript_bytes_max, clock=clock or SystemClock())
         self._on_begun = on_begun
-        self._connection = Connection(address, tls=tls)
-        self._timeout_s = timeout_s
+        super().__init__(address, pb=pb, service=_SERVICE, timeout_s=timeout_s, tls=tls, unavailable=StoreUnavailable)
 
     async def reserve(
         self, new: NewSession, *, lease_id: str, lease_ttl_ms: int, repeatable: Repeatable | None = None
@@ -243,10 +240,11 @@ class ContextManagerClient:
             return False
         return bool(reply == _HEALTH_SERVING)
 
+    @override
     async def close(self) -> None:
         """Close the connection and forget every transcript; a later call opens a new one."""
         self._memory.close()
-        await self._connection.close()
+        await super().close()
 
     @property
     def transcript_bytes(self) -> int:
@@ -256,15 +254,3 @@ class ContextManagerClient:
     async def _session(self, method: str, **fields: Any) -> CacheSessionMetadata:
         """Call a method that answers a session."""
         return value_of(CacheSessionMetadata, (await self._call(method, **fields)).session)
-
-    async def _call(self, method: str, **fields: Any) -> Any:
-        """Call a method of the service with the fields of its request."""
-        try:
-            message = message_of(getattr(pb, f"{method}Request"), **fields)
-        except (TypeError, ValueError) as exc:  # a number beyond 64 bits, a lone surrogate, a wrong type
-            raise InvalidRequest("a field has a value that gRPC cannot send to the context manager") from exc
-        stub: Any = pb_grpc.ContextManagerServiceStub(self._connection.channel())
-        with child_span(f"{_SERVICE}/{method}", kind=SpanKind.CLIENT):
-            call = getattr(stub, method)
-            answer = call(message, timeout=self._timeout_s, metadata=trace_metadata(), wait_for_ready=False)
-            return await answer_of(answer, self._timeout_s, unavailable=StoreUnavailable)

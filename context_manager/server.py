@@ -12,11 +12,10 @@ from typing import Any
 from google.protobuf.message import Message
 
 from context_manager.manager import ContextCacheManager
-from contextcache.errors import ContextCacheError, InvalidRequest
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
-from contextcache.wire.messages import arguments_of, message_of
-from contextcache.wire.servers import GrpcServer, OnEnded, plain_server
+from contextcache.wire.messages import message_of
+from contextcache.wire.servers import GrpcServer, OnEnded, answering, plain_server
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import NO_TRACER, Tracer
 
@@ -57,29 +56,8 @@ def _service(manager: ContextCacheManager) -> Any:
         kept = await manager.find_answer(request.tenant, request.session_id, repeat_key=request.key)
         return message_of(pb.GetAnswerResponse, kept, found=kept is not None)
 
-    answers = {name: _answering(manager, method, name) for name, method in _METHODS.items()}
+    answers = {name: answering(manager, method, pb, name) for name, method in _METHODS.items()}
     return SimpleNamespace(GetSessionMetadata=get_session_metadata, GetAnswer=get_answer, **answers)
-
-
-def _answering(manager: ContextCacheManager, method: str, name: str) -> Any:
-    """Return the function that answers a method of the service.
-
-    The returned value has the fields of the answer, or is its only field.
-    """
-    answer_class = getattr(pb, f"{name}Response")
-    names = [field.name for field in answer_class.DESCRIPTOR.fields]
-
-    async def answer(request: Message, _context: object) -> Any:
-        try:
-            arguments = arguments_of(getattr(ContextCacheManager, method), request)
-        except ContextCacheError as exc:  # of a newer client
-            raise InvalidRequest("a field has an enum number that this context manager does not know") from exc
-        found = await getattr(manager, method)(**arguments)
-        if found is None or len(names) > 1:
-            return message_of(answer_class, found)
-        return message_of(answer_class, **{names[0]: found})
-
-    return answer
 
 
 def manager_server(

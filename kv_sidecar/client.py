@@ -6,9 +6,8 @@ Every call has a deadline; every failure is a ContextCacheError.
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -29,9 +28,9 @@ from contextcache.model import (
 )
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
-from contextcache.wire.channels import Connection
+from contextcache.wire.channels import ServiceClient
 from contextcache.wire.messages import value_of
-from contextcache.wire.rpc import CHANNEL_OPTIONS, GRACE_S, answer_of, error_from_rpc, late_call
+from contextcache.wire.rpc import CHANNEL_OPTIONS, GRACE_S, error_from_rpc, late_call
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
 from kv_sidecar.format.block_file import (
@@ -90,37 +89,41 @@ _Method: TypeAlias = Callable[
 ]
 
 
-class KVSidecarClient:
+class KVSidecarClient(ServiceClient):
     """Client of the gateway and the turn process. Connects at the first call, in the event loop of that call."""
 
     def __init__(self, address: str, *, timeout_s: float = 2.0, tls: WatchedTls | None = None) -> None:
         """`address` is `host:port` or `unix:///path`; `timeout_s` bounds each call, plus its wait in the sidecar."""
-        self._connection = Connection(address, tls=tls)
-        self._timeout_s = timeout_s
+        super().__init__(
+            address, pb=pb, service=SERVICE_NAME, timeout_s=timeout_s, tls=tls, unavailable=SidecarUnavailable
+        )
 
     async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
         """Return whether the manifest became durable within `timeout_ms`, and the reason if it never will."""
-        request = pb.WaitSealedRequest(tenant=tenant, cache_ref=cache_ref, timeout_ms=timeout_ms)
-        answer = await self._call(self._stub().WaitSealed, request, wait_ms=timeout_ms)
+        answer = await self._call(
+            "WaitSealed", wait_ms=timeout_ms, tenant=tenant, cache_ref=cache_ref, timeout_ms=timeout_ms
+        )
         return SaveOutcome(answer.sealed, answer.reason, value_of(Promise, answer.promise))
 
     async def retain_context(
         self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, retain_ms: int, pinned: bool
     ) -> Promise:
         """Ask for a minimum lifetime of the first sealed KV of these; return the promise or the reason against it."""
-        request = pb.RetainContextRequest(tenant=tenant, cache_refs=cache_refs, retain_ms=retain_ms, pinned=pinned)
-        return value_of(Promise, (await self._call(self._stub().RetainContext, request)).promise)
+        answer = await self._call(
+            "RetainContext", tenant=tenant, cache_refs=cache_refs, retain_ms=retain_ms, pinned=pinned
+        )
+        return value_of(Promise, answer.promise)
 
     async def get_manifest(self, tenant: TenantId, cache_ref: CacheRef) -> tuple[Manifest, str]:
         """Return the manifest, without its files, and the tier that would serve most of it. Raises CacheRefNotFound."""
-        request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
-        answer = await self._call(self._stub().GetManifest, request)
+        answer = await self._call("GetManifest", tenant=tenant, cache_ref=cache_ref)
         return value_of(Manifest, answer.manifest), TIER_NAMES.get(answer.tier, "none")
 
     async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
         """Move the expiry of a session's manifests; return how many."""
-        request = pb.TouchContextRequest(tenant=tenant, session_id=session_id, expires_at_ms=expires_at_ms)
-        answer = await self._call(self._stub().TouchContext, request)
+        answer: pb.TouchContextResponse = await self._call(
+            "TouchContext", tenant=tenant, session_id=session_id, expires_at_ms=expires_at_ms
+        )
         return answer.num_manifests
 
     async def fork_context(
@@ -133,10 +136,14 @@ class KVSidecarClient:
         expires_at_ms: int,
     ) -> ForkedKV | None:
         """Give a new context the KV of the first source that is here, or return None. Raises ContextDeleted."""
-        request = pb.ForkContextRequest(
-            tenant=tenant, sources=sources, session_id=session_id, cache_ref=cache_ref, expires_at_ms=expires_at_ms
+        answer = await self._call(
+            "ForkContext",
+            tenant=tenant,
+            sources=sources,
+            session_id=session_id,
+            cache_ref=cache_ref,
+            expires_at_ms=expires_at_ms,
         )
-        answer = await self._call(self._stub().ForkContext, request)
         return ForkedKV(answer.size_bytes, TIER_NAMES.get(answer.tier, "none")) if answer.forked else None
 
     async def delete_context(
@@ -151,31 +158,28 @@ class KVSidecarClient:
 
         `replaced`: newer generations have replaced the refs, and promised KV stays until its promise ends.
         """
-        request = pb.DeleteContextRequest(
-            tenant=tenant, session_id=session_id, cache_refs=cache_refs, replaced=replaced
+        answer: pb.DeleteContextResponse = await self._call(
+            "DeleteContext", tenant=tenant, session_id=session_id, cache_refs=cache_refs, replaced=replaced
         )
-        answer = await self._call(self._stub().DeleteContext, request)
         return answer.freed_bytes
 
     async def interrupt_save(self, tenant: TenantId, cache_ref: CacheRef) -> None:
         """Have KV of a turn that ended without a commit, saved by now or later, stay for ten minutes."""
-        await self._call(self._stub().InterruptSave, pb.InterruptSaveRequest(tenant=tenant, cache_ref=cache_ref))
+        await self._call("InterruptSave", tenant=tenant, cache_ref=cache_ref)
 
     async def pull_context(self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, peer: str) -> str:
         """Have this sidecar fetch KV from a peer in the background; return `started`, `present` or `refused`."""
-        request = pb.PullContextRequest(tenant=tenant, cache_refs=cache_refs, peer=peer)
-        answer = await self._call(self._stub().PullContext, request)
+        answer = await self._call("PullContext", tenant=tenant, cache_refs=cache_refs, peer=peer)
         return PULL_OUTCOMES.get(answer.outcome, "refused")
 
     async def read_ahead(self, tenant: TenantId, cache_refs: Sequence[CacheRef]) -> None:
         """Bring the first sealed one of these into memory."""
-        await self._call(self._stub().ReadAhead, pb.ReadAheadRequest(tenant=tenant, cache_refs=cache_refs))
+        await self._call("ReadAhead", tenant=tenant, cache_refs=cache_refs)
 
     async def load_report(self, request_id: str, *, timeout_ms: int) -> LoadedKV | None:
         """Return the KV that the connector loaded for a request, or None without a report within `timeout_ms`."""
-        request = pb.GetLoadReportRequest(request_id=request_id, timeout_ms=timeout_ms)
         try:
-            answer = await self._call(self._stub().GetLoadReport, request, wait_ms=timeout_ms)
+            answer = await self._call("GetLoadReport", wait_ms=timeout_ms, request_id=request_id, timeout_ms=timeout_ms)
         except CacheRefNotFound:
             return None
         report = answer.report
@@ -191,39 +195,18 @@ class KVSidecarClient:
 
     async def tenant_usage(self, tenant: TenantId) -> pb.GetTenantUsageResponse:
         """Return the bytes of a tenant here and their limit (0: none)."""
-        return await self._call(self._stub().GetTenantUsage, pb.GetTenantUsageRequest(tenant=tenant))
+        answer: pb.GetTenantUsageResponse = await self._call("GetTenantUsage", tenant=tenant)
+        return answer
 
     async def list_kept(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
         """Return the KV of a tenant's plain requests, or of one conversation, most recently used first."""
-        request = pb.ListKeptRequest(tenant=tenant, group=group)
-        answer = await self._call(self._stub().ListKept, request)
+        answer = await self._call("ListKept", tenant=tenant, group=group)
         return [value_of(KeptGroup, found) for found in answer.groups]
 
     async def stats(self, *, beginnings_after: int = 0) -> pb.StatsResponse:
         """Return contexts, blocks and bytes by tier, and beginnings after `beginnings_end` of a former answer."""
-        request = pb.StatsRequest(beginnings_after=beginnings_after)
-        return await self._call(self._stub().Stats, request)
-
-    async def close(self) -> None:
-        """Close the connection; a later call opens a new one."""
-        await self._connection.close()
-
-    def _stub(self) -> pb_grpc.KVSidecarServiceAsyncStub:
-        return pb_grpc.KVSidecarServiceStub(self._connection.channel())
-
-    async def _call(self, method: Callable[..., Awaitable[Answer]], request: Any, *, wait_ms: int = 0) -> Answer:
-        """Make a call that waits in the sidecar for `wait_ms`. Raises ContextCacheError."""
-        timeout_s = self._timeout_s + wait_ms / 1000
-        with _client_span(request):
-            try:
-                call = method(request, timeout=timeout_s, metadata=trace_metadata())
-                return await answer_of(call, timeout_s, unavailable=SidecarUnavailable)
-            except asyncio.CancelledError as exc:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                # The task was not cancelled: grpc.aio raises this for a call whose channel was closed.
-                raise SidecarUnavailable("the connection to the sidecar is closed", retry_after_s=1) from exc
+        answer: pb.StatsResponse = await self._call("Stats", beginnings_after=beginnings_after)
+        return answer
 
 
 class EngineSidecarClient:

@@ -16,16 +16,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from contextcache.errors import ContextCacheError, InvalidRequest, StoreUnavailable
 from contextcache.model import CacheRef, HeldCacheRef, SessionId, TenantId, Usage
 from contextcache.names import prompt_ref
 from contextcache.v1 import context_manager_pb2 as pb
-from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
-from contextcache.wire.channels import Connection
-from contextcache.wire.messages import message_of
-from contextcache.wire.rpc import answer_of, cause_of
+from contextcache.wire.channels import ServiceClient
+from contextcache.wire.rpc import cause_of
 from contextcache.wire.tls import WatchedTls
 from kv_sidecar.runtime import Runtime
 from kv_sidecar.sealed.manifests import ManifestRecord
@@ -42,7 +39,7 @@ PASS_S = 10.0
 """Seconds that the questions of one pass may take together."""
 
 
-class ManagerQuestions:
+class ManagerQuestions(ServiceClient):
     """Calls of the context manager over one connection, made at the first call. Each has a deadline.
 
     Every call raises StoreUnavailable without an answer, another ContextCacheError for a refusal.
@@ -50,31 +47,20 @@ class ManagerQuestions:
 
     def __init__(self, address: str, *, timeout_s: float = CALL_S, tls: WatchedTls | None = None) -> None:
         """`address`: host:port or unix:///path; `timeout_s`: deadline of every call."""
-        self._connection = Connection(address, tls=tls)
-        self._timeout_s = timeout_s
+        service = "contextcache.v1.ContextManagerService"
+        super().__init__(address, pb=pb, service=service, timeout_s=timeout_s, tls=tls, unavailable=StoreUnavailable)
 
     async def orphans(self, held: Sequence[HeldCacheRef]) -> Sequence[int]:
         """Return the positions in `held` (at most `QUESTION_REFS`) that no session names."""
-        return tuple((await self._ask("CheckCacheRefs", held=held)).orphans)
+        return tuple((await self._call("CheckCacheRefs", held=held)).orphans)
 
     async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str, instead_of: str = "") -> None:
         """Record the pod that holds a session's KV."""
-        await self._ask("NoteHolder", tenant=tenant, session_id=session_id, holder=holder, instead_of=instead_of)
+        await self._call("NoteHolder", tenant=tenant, session_id=session_id, holder=holder, instead_of=instead_of)
 
     async def add_usage(self, tenant: TenantId, usage: Sequence[Usage], *, sender: str, number: int) -> None:
         """Count a batch once: its number is above that of every former batch of this sender."""
-        await self._ask("AddUsage", tenant=tenant, batch_id=sender, usage=usage, sender=sender, number=number)
-
-    async def _ask(self, method: str, **fields: Any) -> Any:
-        """Call a method of the service with the fields of its request."""
-        stub = pb_grpc.ContextManagerServiceStub(self._connection.channel())
-        request = message_of(getattr(pb, f"{method}Request"), **fields)
-        call = getattr(stub, method)(request, timeout=self._timeout_s)
-        return await answer_of(call, self._timeout_s, unavailable=StoreUnavailable)
-
-    async def close(self) -> None:
-        """Close the connection; a call in flight fails."""
-        await self._connection.close()
+        await self._call("AddUsage", tenant=tenant, batch_id=sender, usage=usage, sender=sender, number=number)
 
 
 @dataclass

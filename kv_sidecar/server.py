@@ -1,4 +1,7 @@
-"""gRPC service of one sidecar: a message becomes a call, its result a message. Decides nothing."""
+"""gRPC service of one sidecar: a message becomes a call, its result a message. Decides nothing.
+
+Many methods of the service are methods of the catalog, by `contextcache.wire.servers.answering`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.messages import message_of, value_of
 from contextcache.wire.rpc import FRAME_BYTES
-from contextcache.wire.servers import GrpcServer, plain_server
+from contextcache.wire.servers import GrpcServer, answering, plain_server
 from contextcache.wire.tracing import NO_TRACER, Tracer
 from kv_sidecar.catalog import ForkTerms
 from kv_sidecar.client import SERVICE_NAME, TIER_NAMES
@@ -25,7 +28,6 @@ from kv_sidecar.format.manifest import MAX_WORLD_SIZE
 from kv_sidecar.moving.peer import STREAMS_MAX, FrameAssembly
 from kv_sidecar.moving.pulling import Wanted
 from kv_sidecar.retention import LeaseTerms
-from kv_sidecar.saves import FailedSave, MoreTokens, NewSave
 from kv_sidecar.sealed.prefixes import PrefixQuestion
 from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.tiers.memory import Place
@@ -43,6 +45,18 @@ MAX_LENT_AT_ONCE = 4_096
 SAVED_SLOTS_MAX = 64
 TIERS = {name: number for number, name in TIER_NAMES.items()}
 
+_METHODS = {
+    "PrepareSave": "prepare_save",
+    "ExtendSave": "extend_save",
+    "Seal": "seal",
+    "AbandonSave": "give_up_save",
+    "InterruptSave": "interrupt",
+    "EndLoad": "end_load",
+    "RetainContext": "retain",
+    "TouchContext": "touch",
+}
+"""Methods of the service, and those of the catalog that answer them."""
+
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -53,6 +67,8 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         self._sidecar = sidecar
         self._catalog = sidecar.catalog
         self._frame_slots = asyncio.Semaphore(STREAMS_MAX)
+        for name, method in _METHODS.items():
+            setattr(self, name, answering(self._catalog, method, pb, name))
 
     @override
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeResponse:
@@ -68,16 +84,6 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             block_size_bytes_max=BLOCK_BYTES_MAX,
             arena=self._sidecar.door is not None,
         )
-
-    @override
-    async def PrepareSave(self, request: pb.PrepareSaveRequest, context: Context) -> pb.PrepareSaveResponse:
-        prepared = await self._catalog.prepare_save(value_of(NewSave, request))
-        return message_of(pb.PrepareSaveResponse, prepared)
-
-    @override
-    async def ExtendSave(self, request: pb.ExtendSaveRequest, context: Context) -> pb.ExtendSaveResponse:
-        prepared = await self._catalog.extend_save(value_of(MoreTokens, request))
-        return message_of(pb.ExtendSaveResponse, prepared)
 
     @override
     async def SaveBlocks(
@@ -125,20 +131,6 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     async def ReturnSlots(self, request: pb.ReturnSlotsRequest, context: Context) -> pb.ReturnSlotsResponse:
         self._sidecar.memory.give_back(request.borrower, request.slot_ids)
         return pb.ReturnSlotsResponse()
-
-    @override
-    async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:
-        return pb.SealResponse(sealed=await self._catalog.seal(request.cache_ref, request.rank))
-
-    @override
-    async def AbandonSave(self, request: pb.AbandonSaveRequest, context: Context) -> pb.AbandonSaveResponse:
-        await self._catalog.give_up_save(value_of(FailedSave, request))
-        return pb.AbandonSaveResponse()
-
-    @override
-    async def InterruptSave(self, request: pb.InterruptSaveRequest, context: Context) -> pb.InterruptSaveResponse:
-        await self._catalog.interrupt(request.tenant, request.cache_ref)
-        return pb.InterruptSaveResponse()
 
     @override
     async def WaitSealed(self, request: pb.WaitSealedRequest, context: Context) -> pb.WaitSealedResponse:
@@ -200,23 +192,6 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
                 yield first
         finally:
             await blocks.aclose()
-
-    @override
-    async def EndLoad(self, request: pb.EndLoadRequest, context: Context) -> pb.EndLoadResponse:
-        await self._catalog.end_load(request.lease_id)
-        return pb.EndLoadResponse()
-
-    @override
-    async def RetainContext(self, request: pb.RetainContextRequest, context: Context) -> pb.RetainContextResponse:
-        promise = await self._catalog.retain(
-            request.tenant, tuple(request.cache_refs), retain_ms=request.retain_ms, pinned=request.pinned
-        )
-        return message_of(pb.RetainContextResponse, promise=promise)
-
-    @override
-    async def TouchContext(self, request: pb.TouchContextRequest, context: Context) -> pb.TouchContextResponse:
-        moved = await self._catalog.touch(request.tenant, request.session_id, request.expires_at_ms)
-        return pb.TouchContextResponse(num_manifests=moved)
 
     @override
     async def ForkContext(self, request: pb.ForkContextRequest, context: Context) -> pb.ForkContextResponse:
@@ -292,7 +267,8 @@ def serve(sidecar: Sidecar, addresses: list[str], *, tracer: Tracer = NO_TRACER)
     """Return a server for `sidecar`, bound and not yet started. Raises OSError when an address is taken."""
     on_ended = sidecar.metrics.process.count_request
     server = plain_server(tls=sidecar.tls, max_concurrent_rpcs=CALLS_MAX, tracer=tracer, on_ended=on_ended)
-    pb_grpc.add_KVSidecarServiceServicer_to_server(KVSidecarServicer(sidecar), server)
+    servicer: Any = KVSidecarServicer  # abstract for mypy, which does not see the methods of _METHODS
+    pb_grpc.add_KVSidecarServiceServicer_to_server(servicer(sidecar), server)
     return GrpcServer(server, service_name=SERVICE_NAME, addresses=addresses, tls=sidecar.tls)
 
 

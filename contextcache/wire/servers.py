@@ -13,10 +13,12 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 from opentelemetry.trace import SpanKind
 from typing_extensions import override
 
-from contextcache.errors import ContextCacheError
+from contextcache.errors import ContextCacheError, InvalidRequest
+from contextcache.wire.messages import arguments_of, message_of
 from contextcache.wire.rpc import CHANNEL_OPTIONS, error_metadata, status_of
 from contextcache.wire.tls import HANDSHAKE_TIMEOUT_S, WatchedTls
 from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer
@@ -53,6 +55,29 @@ _KINDS: tuple[tuple[str, Callable[..., Method]], ...] = (
     ("stream_unary", grpc.stream_unary_rpc_method_handler),
     ("stream_stream", grpc.stream_stream_rpc_method_handler),
 )
+
+
+def answering(owner: object, method: str, pb: Any, name: str) -> Any:
+    """Return the function that answers the method `name` of a service, whose messages are in `pb`, by the owner's.
+
+    The fields of a request are the arguments. The returned value has the fields of the answer, or is its only field.
+    """
+    answer_class = getattr(pb, f"{name}Response")
+    names = [field.name for field in answer_class.DESCRIPTOR.fields]
+
+    async def answer(request: Message, _context: object) -> Any:
+        try:
+            arguments = arguments_of(getattr(type(owner), method), request)
+        except InvalidRequest:
+            raise
+        except ContextCacheError as exc:  # of a newer client
+            raise InvalidRequest("a field has an enum number that this server does not know") from exc
+        found = await getattr(owner, method)(**arguments)
+        if found is None or len(names) != 1:
+            return message_of(answer_class, found)
+        return message_of(answer_class, **{names[0]: found})
+
+    return answer
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):

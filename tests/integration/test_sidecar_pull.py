@@ -50,8 +50,10 @@ class Node:
         self.client = KVSidecarClient(self.address, timeout_s=60)
 
     async def pull(self, *cache_refs: str, peer: str) -> pb.PullContextResponse:
-        request = pb.PullContextRequest(tenant=TENANT, cache_refs=cache_refs, peer=peer)
-        return await self.client._stub().PullContext(request, timeout=60)
+        answer: pb.PullContextResponse = await self.client._call(
+            "PullContext", tenant=TENANT, cache_refs=cache_refs, peer=peer
+        )
+        return answer
 
     async def settled(self) -> None:
         """Return when no pull is going on, as the sidecar itself tells it."""
