@@ -29,8 +29,9 @@ _PATIENCE = dict.fromkeys(("manager_timeout_s", "connect_timeout_s", "probe_time
 class RunningManager:
     """A manager that can be taken away and brought back on the same port."""
 
-    def __init__(self):
-        self.manager = ContextCacheManager(**in_valkey())
+    def __init__(self, **options):
+        """`options`: of ContextCacheManager."""
+        self.manager = ContextCacheManager(**in_valkey(**options))
         self.port = free_port()
 
     async def start(self):

@@ -9,11 +9,13 @@ import openai
 import pytest
 from openai.types.responses import CompactedResponse
 
+from contextcache.clock import SystemClock
 from contextcache.errors import ContextQuotaExceeded
 from contextcache.identity import verify_kv_transfer
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.fronts import code_of, envoy_too, only_http
 from tests.kit.gateway_parts import KEY, OTHER_KEY, SECRET
+from tests.kit.gateway_server import RunningManager
 from tests.kit.turn_pod import MODEL, running_turn_pod
 from tests.kit.until import until
 
@@ -25,10 +27,33 @@ CHAT = [
     {"role": "user", "content": "Where is Oslo? " + "It is a city. " * 40},
 ]
 SUMMARY = "Oslo lies in Norway."
+DAY_S, TOMBSTONE_S = 24 * 3600, 3600
 
 
 def answer(ids):
     return SUMMARY if "Summarise" in "".join(map(chr, ids)) else "Hm."
+
+
+class MovedClock(SystemClock):
+    """A clock that runs `moved_s` seconds before the system's."""
+
+    moved_s = 0
+
+    def now_ms(self):
+        return super().now_ms() + 1000 * self.moved_s
+
+
+@pytest.fixture
+def clock():
+    return MovedClock()
+
+
+@pytest.fixture
+async def manager(clock):
+    manager = RunningManager(clock=clock)
+    await manager.start()
+    yield manager
+    await manager.stop()
 
 
 @pytest.fixture
@@ -225,6 +250,41 @@ async def test_a_compaction_of_another_tenant_or_a_deleted_one_is_not_found(fron
         told = error["error"]
         assert (told["code"], told["param"]) == ("context_not_found", "input")
         assert "compaction" in told["message"]
+
+
+async def test_a_compaction_item_expires_a_day_after_its_last_use(front, client, clock, pod):
+    """Each response then gets a 410 that names `input`, and an hour later a 404. The engine gets no prompt.
+
+    Seen failing with 404 for both, and with the error of `session_id`.
+    """
+    used, unused = [await client.responses.compact(model=MODEL, input="Where is Oslo?") for _ in range(2)]
+
+    async def refused(compacted, status, code, fate):
+        item = compacted.output[-1].model_dump(exclude_unset=True)
+        body = {"model": MODEL, "input": [item, {"role": "user", "content": "?"}]}
+        for path, more, repeat_key in (
+            ("/v1/responses", {}, None),
+            ("/v1/responses", {"store": False, "stream": True}, None),
+            ("/v1/responses", {}, f"once-{status}"),
+            ("/v1/responses/compact", {}, None),
+        ):
+            told = (await sent(front, path, body | more, status=status, repeat_key=repeat_key))["error"]
+            assert (told["code"], told["param"]) == (code, "input")
+            assert told["message"] == f"The compaction item in `input` is {fate}: send the conversation without it."
+
+    new = {"role": "user", "content": "And Rome?"}
+    for moved_s in (DAY_S - 60, 120):
+        clock.moved_s += moved_s
+        await client.responses.create(model=MODEL, input=[*used.output, new], store=False)
+    pod.engine.requests.clear()
+    await refused(unused, 410, "context_expired", "expired")
+    clock.moved_s += DAY_S
+    await refused(used, 410, "context_expired", "expired")
+    await refused(unused, 404, "context_not_found", "not found")
+    clock.moved_s += TOMBSTONE_S
+    await refused(used, 404, "context_not_found", "not found")
+
+    assert pod.engine.generations() == []
 
 
 @only_http

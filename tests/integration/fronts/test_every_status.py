@@ -11,14 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from context_manager.manager import ContextCacheManager
 from contextcache.clock import ManualClock, SystemClock
 from contextcache.model import NewSession
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.fronts import code_of
 from tests.kit.gateway_parts import OPERATOR_KEY
 from tests.kit.gateway_server import RunningManager
-from tests.kit.session_store import in_valkey
 from tests.kit.turn_pod import MODEL, running_turn_pod
 from tests.unit.docs.test_openapi import codes_of, document, operations  # noqa: F401 - a fixture
 
@@ -60,8 +58,8 @@ compaction's context: test_compaction.py."""
 @pytest.fixture
 async def world(open_front, tmp_path):
     """A context `ctx_mine`, of at most three."""
-    clock, manager = ManualClock(SystemClock().now_ms()), RunningManager()
-    manager.manager = ContextCacheManager(**in_valkey(tenant_contexts_max=CONTEXTS_MAX, clock=clock))
+    clock = ManualClock(SystemClock().now_ms())
+    manager = RunningManager(tenant_contexts_max=CONTEXTS_MAX, clock=clock)
     await manager.start()
     engine = FakeVllm()
     async with (
