@@ -18,13 +18,6 @@ class Metrics:
         self.registry = registry
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self.process = ProcessMetrics("contextcache_gateway", registry)
-        self.requests = counter(
-            "contextcache_gateway_requests_total",
-            "Answered requests, by kind and HTTP status. Kind `completion`: refused before the gateway knew "
-            "whether it was a turn. Kind `refused`: refused before its kind was known. Status `routed`: "
-            "Envoy forwarded the request and this process does not see the answer.",
-            ["kind", "status"],
-        )
         self.route_seconds = Histogram(
             "contextcache_gateway_route_seconds",
             "Seconds that the gateway added before a request left for its pod: parsing, look-up and signing.",
@@ -112,8 +105,3 @@ class Metrics:
             "contextcache_gateway_ready_state",
             "Readiness of this gateway, as `/readyz` last answered: 1 ready, 0 not ready or not asked yet.",
         )
-
-    def count_request(self, kind: str, status: str, duration_s: float) -> None:
-        """Count one request of a front."""
-        self.requests.labels(kind, status).inc()
-        self.process.count_request(kind, status, duration_s)

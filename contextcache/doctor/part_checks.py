@@ -10,7 +10,7 @@ from typing import Any
 from contextcache.doctor.finding import CLOCK_SKEW_S, Finding, failed, ok, skipped, warning
 from contextcache.doctor.front import Front
 
-_REQUESTS, _REVIEWS = "contextcache_gateway_requests_total", "contextcache_injector_reviews_total"
+_GATEWAY, _REVIEWS = "contextcache_gateway_ext_proc_streams", "contextcache_injector_reviews_total"
 _REVIEW = re.compile(rf'^{_REVIEWS}\{{outcome="([a-z-]+)"\}} ([0-9.e+]+)$', re.MULTILINE)
 _PRECONDITION = re.compile(r'^contextcache_manager_redis_precondition\{name="([a-z_]+)"\} (\S+)$', re.MULTILINE)
 _EVICTED = re.compile(r"^contextcache_manager_redis_evicted_keys (\S+)$", re.MULTILINE)
@@ -27,11 +27,11 @@ _CURES = {
 def gateway(front: Front) -> Iterator[Finding]:
     """Report whether a gateway serves its metrics, the parts that it misses, and the state of each pod."""
     answer = front.call("GET", "/metrics")
-    if answer.status == 200 and _REQUESTS in answer.text:
+    if answer.status == 200 and _GATEWAY in answer.text:
         yield ok("metrics", f"{front.url} serves the gateway's metrics")
     else:
         hint = "Expected the port GATEWAY_METRICS_PORT of a gateway, 9090 in the chart."
-        yield failed("metrics", f"{front.url}/metrics: {answer.status}, without {_REQUESTS}", hint)
+        yield failed("metrics", f"{front.url}/metrics: {answer.status}, without {_GATEWAY}", hint)
     yield from details(front)
 
 

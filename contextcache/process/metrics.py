@@ -156,7 +156,8 @@ class ProcessMetrics:
             f"{prefix}_request_duration_seconds",
             "Seconds from the head of a request to the end of its answer, by route and code. HTTP: kind or path, and "
             "status. gRPC: method, and the name of the status. Envoy's requests: until Envoy needs the gateway no "
-            "longer, with code `routed` if a pod answers.",
+            "longer, with code `routed` if a pod answers. Kind `completion`: refused before the gateway knew whether "
+            "it was a turn. Kind `refused`: refused before its kind was known.",
             ["route", "code"],
             buckets=_REQUEST_SECONDS,
             registry=registry,

@@ -136,7 +136,7 @@ class EnvoyFront:
         finally:
             # Envoy cancels a stream that it does not need any more, possibly before our last write returns.
             if call is not None and call.status:
-                self._parts.metrics.count_request(call.head.kind, call.status, time.monotonic() - started_s)
+                self._parts.metrics.process.count_request(call.head.kind, call.status, time.monotonic() - started_s)
 
     async def _answer(self, call: _Call, *, subset: frozenset[str] | None) -> None:
         """Admit and route a request, and answer Envoy. Raises ContextCacheError, ClientGone."""

@@ -113,7 +113,7 @@ class HttpFront(FastAPI):
     def _ended(self, exchange: Exchange, started_s: float) -> None:
         duration_s = time.monotonic() - started_s
         if exchange.status is not None and exchange.kind != Kind.OWN.value:
-            self.parts.metrics.count_request(exchange.kind, str(exchange.status), duration_s)
+            self.parts.metrics.process.count_request(exchange.kind, str(exchange.status), duration_s)
         if log.isEnabledFor(logging.DEBUG):
             duration_ms = round(duration_s * 1000, 1)
             fields = {"request_id": exchange.request_id, "status": exchange.status, "duration_ms": duration_ms}

@@ -18,7 +18,7 @@ from tests.kit.gateway_server import DEADLINE_S, RunningManager, running_gateway
 from tests.kit.until import until
 
 HEADERS = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
-ROUTED_TURNS = '{kind="turn",status="routed"}'
+ROUTED_TURNS = '{code="routed",route="turn"}'
 
 
 @dataclass
@@ -118,7 +118,7 @@ async def test_in_full_duplex_a_turn_goes_to_its_holder_whole_and_signed(tmp_pat
         by_header = await post("/v1/completions", in_header, {"x-session-id": "ctx_1"})
         # Counted when our last write has returned, which may be after the client has its answer.
         routed = await until(
-            lambda: gateway.metric("contextcache_gateway_requests_total", ROUTED_TURNS),
+            lambda: gateway.metric("contextcache_gateway_request_duration_seconds_count", ROUTED_TURNS),
             is_so=lambda number: number >= 2,
             what="two turns are counted",
         )

@@ -87,7 +87,8 @@ async def test_a_turn_is_found_signed_and_sent_to_its_holder(tmp_path, engine, m
     raw = json.dumps({"session_id": "ctx_1", "prompt": "x"}).encode()
     async with running(tmp_path, engine, manager) as (gateway, client):
         answers = await ask(client, head(headers=JSON, mode=mode), raw)
-        routed = await gateway.metric("contextcache_gateway_requests_total", '{kind="turn",status="routed"}')
+        timed = "contextcache_gateway_request_duration_seconds_count"
+        routed = await gateway.metric(timed, '{code="routed",route="turn"}')
     told = next(answer for answer in answers if answer.set_headers)
     identity = verify_identity(told.set_headers[IDENTITY_HEADER], SECRET, now_ms=SystemClock().now_ms())
 

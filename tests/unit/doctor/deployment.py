@@ -78,7 +78,7 @@ class Deployment:
         if path in open_paths:
             return 200, open_paths[path]
         if path == "/metrics":
-            return 200, "contextcache_gateway_requests_total 1\n"
+            return 200, "contextcache_gateway_ext_proc_streams 1\n"
         if request.headers.get("authorization") != f"Bearer {KEY}":
             return error(401, "invalid_api_key")
         if path == "/v1/context":

@@ -465,6 +465,6 @@ def test_keys_that_redis_evicted_are_a_failure_whatever_its_policy_is_by_now():
 
 def test_metrics_of_something_else_are_no_injector_s():
     deployment = Deployment()
-    deployment.answers["GET", "/metrics"] = (200, "contextcache_gateway_requests_total 1\n")
+    deployment.answers["GET", "/metrics"] = (200, "contextcache_gateway_ext_proc_streams 1\n")
 
     assert [finding.level for finding in part_checks.injector(deployment.front())] == [Level.FAILED]
