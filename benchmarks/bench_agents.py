@@ -33,12 +33,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.engines import REST_S, forget_prefixes, running
 from benchmarks.estimates import cell, interval, paired_row, percentile
-from benchmarks.result import exit_code, parser_of, write_result
+from benchmarks.result import parser_of, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
-from deploy.local.progress import Step, StepFailed
+from deploy.local.progress import Step, StepFailed, exit_code
 from deploy.local.stack import Stack
 from deploy.local.state import KEEPING_KEY
 from deploy.local.table import render

@@ -43,7 +43,7 @@ import numpy as np
 from benchmarks.engines import AFTER_STACK, REST_S, forget_prefixes, running, start_engine
 from benchmarks.estimates import cell, interval, percentile, ratio_row
 from benchmarks.processes import Processes
-from benchmarks.result import exit_code, parser_of, write_result
+from benchmarks.result import parser_of, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.environments import LMCACHE, made
 from deploy.local.gateway_client import Answer, GatewayClient
@@ -51,7 +51,7 @@ from deploy.local.model import MODEL_DIR, MODEL_NAME
 from deploy.local.paths import StackPaths
 from deploy.local.plain_text import plain_text
 from deploy.local.ports import LOOPBACK
-from deploy.local.progress import Step, StepFailed
+from deploy.local.progress import Step, StepFailed, exit_code
 from deploy.local.readiness import HttpReady
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import forget_prefixes, running
-from benchmarks.result import exit_code, parser_of, write_result
+from benchmarks.result import parser_of, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
-from deploy.local.progress import Step
+from deploy.local.progress import Step, exit_code
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS
 from deploy.local.table import render

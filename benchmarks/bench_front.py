@@ -29,7 +29,8 @@ from benchmarks.front.parts import running_parts
 from benchmarks.front.real import measure_real
 from benchmarks.front.report import tables
 from benchmarks.processes import envoy_binary
-from benchmarks.result import exit_code, machine, parser_of, write_result
+from benchmarks.result import machine, parser_of, write_result
+from deploy.local.progress import exit_code
 from deploy.local.run_stamp import run_stamp
 
 ROOT = Path(__file__).resolve().parents[1]

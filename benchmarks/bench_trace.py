@@ -36,12 +36,12 @@ from benchmarks.bench_beside import NEEDED_BYTES, PINS, free_shared, start_lmcac
 from benchmarks.engines import AFTER_STACK, forget_prefixes, running, start_engine
 from benchmarks.estimates import cell, percentile
 from benchmarks.processes import Processes
-from benchmarks.result import exit_code, parser_of, write_result
+from benchmarks.result import parser_of, write_result
 from benchmarks.traces import BLOCK_TOKENS, SCALE, Session, sessions
 from deploy.local.environments import made
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
-from deploy.local.progress import Step, StepFailed
+from deploy.local.progress import Step, StepFailed, exit_code
 from deploy.local.stack import Stack
 from deploy.local.state import KEEPING_KEY
 from deploy.local.table import render

@@ -30,11 +30,11 @@ from typing import Any
 from benchmarks.engines import AFTER_STACK, running, start_engine
 from benchmarks.estimates import cell, interval, percentile, ratio_row
 from benchmarks.processes import Processes
-from benchmarks.result import exit_code, parser_of, write_result
+from benchmarks.result import parser_of, write_result
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
-from deploy.local.progress import Step
+from deploy.local.progress import Step, exit_code
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS
 from deploy.local.table import render

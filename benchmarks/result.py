@@ -7,34 +7,16 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Mapping
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 from deploy.local.model import MODEL_NAME
-from deploy.local.progress import StepFailed, say
+from deploy.local.progress import say
 from deploy.local.run_stamp import as_lines, run_stamp
 
 RESULTS = Path(__file__).resolve().parent / "results"
-
-
-def exit_code(main: Callable[[], int]) -> Callable[[], int]:
-    """Return `main` with a message and the exit code 1 where a part failed, and 130 on Ctrl-C."""
-
-    @wraps(main)
-    def run() -> int:
-        try:
-            return main()
-        except StepFailed as failure:
-            say(f"error: {failure}")
-            return 1
-        except KeyboardInterrupt:
-            say("stopped")
-            return 130
-
-    return run
 
 
 def parser_of(

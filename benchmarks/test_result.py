@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.result import RESULTS, exit_code
-from deploy.local.progress import StepFailed
+from benchmarks.result import RESULTS
 from deploy.local.run_stamp import as_lines
 
 FILES = sorted(RESULTS.glob("*.json"))
@@ -52,17 +51,3 @@ def test_all_kept_results_are_short():
     """Seen to fail with 43 900 lines, when each number had a line."""
     assert len(FILES) > 20
     assert sum(len(file.read_text().splitlines()) for file in FILES) <= LINES_MAX
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "said"), [(StepFailed("no engine"), 1, "error: no engine"), (KeyboardInterrupt(), 130, "stopped")]
-)
-def test_a_failed_part_and_ctrl_c_end_a_benchmark_with_a_code(capsys, error, code, said):
-    """Seen failing with StepFailed raised past `main`."""
-
-    @exit_code
-    def main():
-        raise error
-
-    assert main() == code
-    assert said in "".join(capsys.readouterr())

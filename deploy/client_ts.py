@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.local.npm import PROGRAMS, installed
-from deploy.local.progress import Step, StepFailed, run_logged, say
+from deploy.local.progress import Step, exit_code, run_logged
 from deploy.release import current
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,21 +96,17 @@ def for_types() -> dict[str, Any]:
     return found
 
 
-def main() -> int:
+@exit_code
+def main() -> None:
     """Write the types into the tree, compile and pack. Return the exit status."""
-    try:
-        with Step("types of the OpenAPI document"):
-            TYPES.write_text(types())
-        with Step("TypeScript client"):
-            folder = built()
-            for earlier in folder.glob("*.tgz"):
-                earlier.unlink()
-            run_logged([str(PROGRAMS / "npm"), "pack"], what="npm pack", log=_LOG, cwd=folder)
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
+    with Step("types of the OpenAPI document"):
+        TYPES.write_text(types())
+    with Step("TypeScript client"):
+        folder = built()
+        for earlier in folder.glob("*.tgz"):
+            earlier.unlink()
+        run_logged([str(PROGRAMS / "npm"), "pack"], what="npm pack", log=_LOG, cwd=folder)
     print(*folder.glob("*.tgz"))
-    return 0
 
 
 if __name__ == "__main__":

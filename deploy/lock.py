@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.local.progress import StepFailed, say
+from deploy.local.progress import StepFailed, exit_code
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("context-cache", "context-cache-server")
@@ -94,16 +94,14 @@ def versions(text: str) -> dict[str, str]:
     return dict(re.findall(r"^([a-z0-9-]+)==([^ ]+)", text, re.MULTILINE))
 
 
-def main() -> int:
+@exit_code
+def main() -> None:
     """Write every lock; return the exit code."""
-    upgrade = os.environ.get("UPGRADE", "")
     try:
         for lock in LOCKS:
-            write(lock, upgrade=upgrade)
-    except (OSError, StepFailed) as failure:
-        say(f"error: {failure}")
-        return 1
-    return 0
+            write(lock, upgrade=os.environ.get("UPGRADE", ""))
+    except OSError as exc:
+        raise StepFailed(str(exc)) from exc
 
 
 if __name__ == "__main__":

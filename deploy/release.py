@@ -13,7 +13,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from deploy.local.progress import StepFailed, say
+from deploy.local.progress import StepFailed, exit_code, say
 
 ROOT = Path(__file__).resolve().parents[1]
 _VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
@@ -124,19 +124,15 @@ def _run(root: Path, *command: str) -> str:
     return done.stdout.strip()
 
 
-def main(arguments: list[str] | None = None) -> int:
+@exit_code
+def main(arguments: list[str] | None = None) -> None:
     """Release, or print the tree's `version` or its section of the changelog (`notes`); return the exit code."""
     given = (sys.argv[1:] if arguments is None else arguments) or [""]
-    try:
-        if given[0] in {"version", "notes"}:
-            print(current() if given[0] == "version" else notes(current()))
-            return 0
-        tag = release(given[0])
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
+    if given[0] in {"version", "notes"}:
+        print(current() if given[0] == "version" else notes(current()))
+        return
+    tag = release(given[0])
     say(f"{tag} is committed and tagged here. Publish it: git push origin HEAD {tag}")
-    return 0
 
 
 if __name__ == "__main__":

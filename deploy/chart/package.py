@@ -23,7 +23,7 @@ from pathlib import Path
 
 import yaml
 
-from deploy.local.progress import StepFailed, say
+from deploy.local.progress import StepFailed, exit_code
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "context-cache"
 IMAGES: Mapping[str, str] = {"context-cache": "image", "context-cache-vllm": "engine.image"}
@@ -96,7 +96,8 @@ def _write_image_list(file: Path, registry: str, digests: Mapping[str, str], ver
     file.write_text(text)
 
 
-def main(arguments: list[str] | None = None) -> int:
+@exit_code
+def main(arguments: list[str] | None = None) -> None:
     """Package the chart and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m deploy.chart.package", description=__doc__.split("\n")[0])
     parser.add_argument("--registry", required=True, help="registry of our images, with its path: ghcr.io/example")
@@ -105,12 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--helm", default="helm", help="the Helm program (default: helm on PATH)")
     given = parser.parse_args(arguments)
     digests = {image: digest for image, _, digest in (one.partition("=") for one in given.digest)}
-    try:
-        print(package(given.registry.lower(), digests, given.destination, helm=given.helm))
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    return 0
+    print(package(given.registry.lower(), digests, given.destination, helm=given.helm))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.local.progress import Step, StepFailed, run_logged, say
+from deploy.local.progress import Step, StepFailed, exit_code, run_logged
 
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / ".build" / "helm"
@@ -123,16 +123,12 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def main() -> int:
+@exit_code
+def main() -> None:
     """Fetch both and return the exit status."""
-    try:
-        fetch()
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
+    fetch()
     for helm in HELMS:
         print(f"Helm {helm.version}: {helm.path.relative_to(ROOT)}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -11,26 +11,19 @@ from pathlib import Path
 from deploy.local.demo import run_demo
 from deploy.local.model import MODEL_NAME, prepare_model
 from deploy.local.parts import HOST_MEMORY_BYTES, part_names
-from deploy.local.progress import StepFailed, say
+from deploy.local.progress import exit_code
 from deploy.local.stack import DEFAULT_DIRECTORY, Stack
 from deploy.local.state import API_KEYS
 from deploy.local.table import render
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return the exit status: 1 with a message when it could not be done, 130 on Ctrl-C."""
+@exit_code
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command and return the exit status."""
     options = _parser().parse_args(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell started us in the background, deaf to SIGINT
         signal.signal(number, signal.default_int_handler)
-    try:
-        _run(options)
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    except KeyboardInterrupt:
-        say("stopped")
-        return 130
-    return 0
+    _run(options)
 
 
 def _parser() -> argparse.ArgumentParser:

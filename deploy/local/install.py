@@ -14,7 +14,7 @@ import sys
 import venv
 from pathlib import Path
 
-from deploy.local.progress import Step, StepFailed, run_logged, say
+from deploy.local.progress import Step, StepFailed, exit_code, run_logged, say
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
@@ -30,31 +30,19 @@ NEEDED_BYTES = 7 << 30
 """The environment (5 GiB with CPU torch), pip's downloads and the model."""
 
 
-def main() -> int:
-    """Install, and return the exit status."""
+@exit_code
+def main() -> None:
+    """Bring `.venv` up to date, and return the exit status. After Ctrl-C the next call continues."""
     LOG.parent.mkdir(parents=True, exist_ok=True)
     with (LOG.parent / "install.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two make calls at once: the second waits, then finds all done
-        try:
-            install()
-        except StepFailed as failure:
-            say(f"error: {failure}")
-            return 1
-        except KeyboardInterrupt:
-            say("stopped; run `make install` again to continue")
-            return 130
-    return 0
-
-
-def install() -> None:
-    """Bring `.venv` up to date. Raises StepFailed."""
-    check_machine()
-    LOG.unlink(missing_ok=True)
-    say(f"installing into {VENV} (log: {LOG})")
-    make_environment()
-    install_packages()
-    prepare_model()
-    STAMP.touch()
+        check_machine()
+        LOG.unlink(missing_ok=True)
+        say(f"installing into {VENV} (log: {LOG})")
+        make_environment()
+        install_packages()
+        prepare_model()
+        STAMP.touch()
 
 
 def check_machine() -> None:

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
+from typing import ParamSpec
 
 HEARTBEAT_S = 10.0
 """Silence longer than this looks like a hang."""
@@ -21,6 +23,7 @@ _RUN_BEGINS = "==== run begins at "
 _POLL_S = 0.1
 _TAIL_BYTES = 64 << 10
 _LINE_CHARS = 100
+_Arguments = ParamSpec("_Arguments")
 
 
 class StepFailed(Exception):
@@ -30,6 +33,23 @@ class StepFailed(Exception):
 def say(line: str) -> None:
     """Print one line of progress."""
     print(line, file=sys.stderr, flush=True)
+
+
+def exit_code(main: Callable[_Arguments, int | None]) -> Callable[_Arguments, int]:
+    """Return `main` with its exit code: 0 for None, 1 with a message where a step failed, 130 on Ctrl-C."""
+
+    @wraps(main)
+    def run(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> int:
+        try:
+            return main(*arguments, **named) or 0
+        except StepFailed as failure:
+            say(f"error: {failure}")
+            return 1
+        except KeyboardInterrupt:
+            say("stopped")
+            return 130
+
+    return run
 
 
 class Step:

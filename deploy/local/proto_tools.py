@@ -8,33 +8,22 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
-import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.local.progress import Step, StepFailed, run_logged, say
+from deploy.local.environments import ROOT, made
+from deploy.local.progress import exit_code
 
-ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = ROOT / ".build" / "proto"
-LOG = ROOT / ".build" / "logs" / "proto.log"
 _ONE_OF_TWO = re.compile(
     r"(?s)(TypeVar\(\n    '\w+',\n    )(grpc\.\w+\[.*?\n    \]),\n    (grpc\.aio\.\w+\[.*?\n    \]),\n"
 )
 
 
-def main() -> int:
+@exit_code
+def main() -> None:
     """Make the environment from the dependency group `proto` and return the exit status."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
-    try:
-        with Step("environment of the proto generator"):
-            venv.create(ENVIRONMENT, with_pip=True, clear=True)
-        command = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
-        run_logged([*command, *groups["proto"]], what="proto generator", log=LOG)
-    except StepFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    (ENVIRONMENT / ".installed").touch()
-    return 0
+    (made("proto", groups["proto"], needed_bytes=1 << 28) / ".installed").touch()
 
 
 def bound_type_variables(stubs: Sequence[str]) -> None:

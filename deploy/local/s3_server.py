@@ -15,19 +15,17 @@ import httpx
 
 from deploy.local.environments import made
 from deploy.local.ports import LOOPBACK
-from deploy.local.progress import StepFailed
+from deploy.local.progress import exit_code
 
 WANTED = ("moto==5.2.5", "flask==3.1.3", "flask-cors==6.0.5")
 BUCKET = "kv-cache"
 _TIMEOUT_S = 5.0
 
 
+@exit_code
 def main() -> None:
-    """Install what is missing, then become the server."""
-    try:
-        server = installed()
-    except StepFailed as failure:
-        sys.exit(f"error: {failure}")
+    """Install what is missing, then become the server. Return the exit status if that fails."""
+    server = installed()
     os.execv(server, [str(server), "-H", LOOPBACK, "-p", sys.argv[1]])
 
 
@@ -57,4 +55,4 @@ def environment(port: int) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,16 @@ import pytest
 
 from deploy.local.parts import Part
 from deploy.local.paths import StackPaths
-from deploy.local.progress import Step, StepFailed, begin_run, last_line, last_lines, log_excerpt, run_logged
+from deploy.local.progress import (
+    Step,
+    StepFailed,
+    begin_run,
+    exit_code,
+    last_line,
+    last_lines,
+    log_excerpt,
+    run_logged,
+)
 from deploy.local.starting import PartProcesses
 
 
@@ -88,3 +97,17 @@ def test_a_progress_bar_counts_as_its_last_state(tmp_path):
 def test_a_log_that_is_missing_or_empty_is_said_to_be_empty(tmp_path):
     assert last_line(tmp_path / "none.log") == ""
     assert "(the log is empty)" in log_excerpt(tmp_path / "none.log")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"), [(StepFailed("no engine"), 1, "error: no engine"), (KeyboardInterrupt(), 130, "stopped")]
+)
+def test_a_failed_part_and_ctrl_c_end_a_program_with_a_code(capsys, error, code, said):
+    """Seen failing with StepFailed raised past `main`."""
+
+    @exit_code
+    def main():
+        raise error
+
+    assert main() == code
+    assert said in "".join(capsys.readouterr())
