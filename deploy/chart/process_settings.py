@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 from pydantic import BaseModel
@@ -164,18 +166,14 @@ def settings_schema(prefix: str) -> dict[str, Any]:
     }
 
 
-def connector_schema(source: str | None = None) -> dict[str, Any]:
-    """Return the JSON schema of the keys that the chart leaves to its user, with their docstrings.
-
-    The connector's package imports torch and vLLM, which nobody needs to render a chart: its file is parsed, never
-    imported.
-    """
+def connector_schema() -> dict[str, Any]:
+    """Return the JSON schema of the keys that the chart leaves to its user, with their docstrings."""
     return {
         "type": "object",
         "additionalProperties": False,
         "properties": {
-            field.name: dict(_JSON_TYPES[field.type]) | ({"description": field.meaning} if field.meaning else {})
-            for field in connector_fields(source)
+            field.name: _JSON_TYPES[field.type] | {"description": field.meaning}
+            for field in connector_fields()
             if field.name not in CHART_CONNECTOR_KEYS
         },
     }
@@ -192,24 +190,16 @@ class ConnectorField:
     meaning: str
 
 
-def connector_fields(source: str | None = None) -> Iterator[ConnectorField]:
-    """Yield every key of the connector's settings, in their order."""
-    tree = ast.parse(_CONNECTOR_SOURCE.read_text() if source is None else source)
-    (settings,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ConnectorSettings")
-    for field, text in zip(settings.body, settings.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            told = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and str(text.value.value)
-            default = None if field.value is None else _value(field.value, tree)
-            yield ConnectorField(
-                field.target.id, ast.unparse(field.annotation), default, " ".join((told or "").split())
-            )
+def connector_fields() -> Iterator[ConnectorField]:
+    """Yield every key of the connector's settings, in their order.
 
-
-def _value(node: ast.expr, module: ast.Module) -> Any:
-    """Return what a default is: a literal, a constant of the module, or one shifted by bits."""
-    if isinstance(node, ast.Name):
-        constants = (found for found in module.body if isinstance(found, ast.Assign))
-        return next(_value(found.value, module) for found in constants if ast.unparse(found.targets[0]) == node.id)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift):
-        return _value(node.left, module) << _value(node.right, module)
-    return ast.literal_eval(node)
+    The connector's package imports torch and vLLM, which no chart needs. So its file runs alone.
+    """
+    made = run_path(str(_CONNECTOR_SOURCE))["ConnectorSettings"]
+    classes: Any = ast.parse(_CONNECTOR_SOURCE.read_text()).body
+    (body,) = (node.body for node in classes if getattr(node, "name", "") == made.__name__)
+    texts = {field.target.id: text for field, text in pairwise(body) if hasattr(field, "annotation")}
+    for field in fields(made):
+        default = None if field.default is MISSING else field.default
+        meaning = " ".join(texts[field.name].value.value.split())
+        yield ConnectorField(field.name, str(field.type), default, meaning)
