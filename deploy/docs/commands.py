@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from contextcache.cli.app import app
+from deploy.docs.blocks import table
 
 
 def commands(_name: str) -> str:
@@ -35,11 +36,11 @@ def _usage(argument: Any) -> str:
 
 
 def _parameters(command: Any) -> Iterator[str]:
-    rows = []
+    rows: list[list[str]] = []
     for one in command.params:
         name = _usage(one) if one.param_type_name == "argument" else ", ".join(one.opts)
         kind = "" if one.param_type_name == "argument" or one.is_flag else f" {one.metavar or 'VALUE'}"
         default = "" if one.default in {None, False, ...} or not one.show_default else f" Default: {one.default}."
-        rows.append(f"| `{name}{kind}` | {(one.help or '').replace('|', '/')}{default} |")
+        rows.append([f"`{name}{kind}`", f"{one.help or ''}{default}"])
     if rows:
-        yield "\n".join(["| | |", "| --- | --- |", *rows])
+        yield table(["argument or option", "meaning"], rows)

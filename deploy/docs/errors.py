@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextcache.errors import ERRORS_BY_CODE
+from deploy.docs.blocks import table
 
 
 def statuses() -> dict[str, int]:
@@ -15,5 +16,6 @@ def errors_table(_name: str) -> str:
     rows = sorted(
         (status, code, " ".join((ERRORS_BY_CODE[code].__doc__ or "").split())) for code, status in statuses().items()
     )
-    lines = [f"| {status} | `{code}` | {meaning} |" for status, code, meaning in rows]
-    return "\n".join(["| status | `code` | meaning |", "| --- | --- | --- |", *lines])
+    return table(
+        ["status", "`code`", "meaning"], ([str(status), f"`{code}`", meaning] for status, code, meaning in rows)
+    )

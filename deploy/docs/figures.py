@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deploy.docs.blocks import table
 from deploy.local.table import figure
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -66,7 +67,7 @@ def _ttft(result: Mapping[str, Any]) -> str:
         for size, of in by_size.items()
     ]
     heads = ["cold", "create", "engine's prefix cache", "restored from memory", "restored from disk", "disk of cold"]
-    return _table(["tokens", *heads], rows)
+    return table(["tokens", *heads], rows)
 
 
 def _ttft_from(way: str, beside: tuple[str, ...], result: Mapping[str, Any]) -> str:
@@ -98,7 +99,7 @@ def _beside(result: Mapping[str, Any]) -> str:
         shown = ["-" if ms is None else f"{_spaced(ms)} ms" for ms in times.values()]
         near = [_SYSTEMS[system] for system in systems if (size, way, system) in behind]
         rows.append([_spaced(size), way, *shown, f"**not ahead of {' and '.join(near)}**" if near else ""])
-    return _table(["tokens", "", *(_SYSTEMS[name] for name in systems), ""], rows)
+    return table(["tokens", "", *(_SYSTEMS[name] for name in systems), ""], rows)
 
 
 def _trace(result: Mapping[str, Any]) -> str:
@@ -114,7 +115,7 @@ def _trace(result: Mapping[str, Any]) -> str:
         if row["phase"] == phase
     ]
     counts = ["requests", "failed tries", "wrong answers", "tokens computed", "of them again"]
-    return _table(["", "", *counts, "first token, median", "99th percentile"], rows)
+    return table(["", "", *counts, "first token, median", "99th percentile"], rows)
 
 
 def _traced(result: Mapping[str, Any]) -> str:
@@ -141,7 +142,7 @@ def _turns(result: Mapping[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    return _table([f"{result['agents']} agents", "sessions", "sent whole", "ratio", "wanted"], rows)
+    return table([f"{result['agents']} agents", "sessions", "sent whole", "ratio", "wanted"], rows)
 
 
 def _agents(result: Mapping[str, Any]) -> str:
@@ -156,7 +157,7 @@ def _agents(result: Mapping[str, Any]) -> str:
         for part, shown in _AGENT_PARTS.items()
     ]
     heads = ["first token, kept", "not kept", "tokens computed, kept", "not kept"]
-    return _table([f"{result['agents']} agents, medians of a turn", *heads], rows)
+    return table([f"{result['agents']} agents, medians of a turn", *heads], rows)
 
 
 def _overhead(result: Mapping[str, Any]) -> str:
@@ -169,7 +170,7 @@ def _overhead(result: Mapping[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    return _table(["", "with", "without", "ratio (95 %)", "wanted"], rows)
+    return table(["", "with", "without", "ratio (95 %)", "wanted"], rows)
 
 
 def _front(result: Mapping[str, Any]) -> str:
@@ -183,7 +184,7 @@ def _front(result: Mapping[str, Any]) -> str:
         request, chunk = small["requests", way], small["paced", way]
         costs = (_ms(request["cpu_us_total"]), f"{chunk['cpu_us_total']:.1f} µs") if way != "direct" else ("", "")
         rows.append([shown, f"{request['p50_ms']:.2f} ms", *costs])
-    return _table(["way", "p50", "CPU a request", "CPU a chunk of a paced stream"], rows)
+    return table(["way", "p50", "CPU a request", "CPU a chunk of a paced stream"], rows)
 
 
 def _front_bars(result: Mapping[str, Any]) -> str:
@@ -191,7 +192,7 @@ def _front_bars(result: Mapping[str, Any]) -> str:
         [row["bar"], f"{row['limit']}".replace("<=", "≤").replace(">=", "≥"), f"{row['measured']:.2f}", _met(row)]
         for row in result["bars"]
     ]
-    return _table(["aim", "wanted", "measured", ""], rows)
+    return table(["aim", "wanted", "measured", ""], rows)
 
 
 def _front_turn(result: Mapping[str, Any]) -> str:
@@ -216,7 +217,7 @@ def _processes(result: Mapping[str, Any]) -> str:
         [shown, _ms(ways["envoy+plugin head"][part]), _ms(ways["envoy+plugin"][part])]
         for part, shown in _PROCESSES.items()
     ]
-    return _table(["part", "CPU a turn", "CPU a request without a context"], rows)
+    return table(["part", "CPU a turn", "CPU a request without a context"], rows)
 
 
 def _turn_cost(result: Mapping[str, Any]) -> str:
@@ -232,7 +233,7 @@ def _turn_cost(result: Mapping[str, Any]) -> str:
         "pod is new: 1 000",
         "128 000",
     ]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _manager(result: Mapping[str, Any]) -> str:
@@ -262,7 +263,7 @@ def _growths(named: Iterable[tuple[str, Mapping[str, Any]]], sizes_are: str) -> 
         costs = [f"{figure(row['medians'][str(size)])}{unit}" for size in sizes]
         exponent = "-" if row["exponent"] is None else f"{round(row['exponent'], 2) + 0:.2f}"
         rows.append([text, *costs, exponent, row["wanted"], _met(row)])
-    return _table([sizes_are, *map(_spaced, sizes), "exponent", "wanted", ""], rows)
+    return table([sizes_are, *map(_spaced, sizes), "exponent", "wanted", ""], rows)
 
 
 def _codec(result: Mapping[str, Any]) -> str:
@@ -280,7 +281,7 @@ def _codec(result: Mapping[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
 def _codec_numbers(result: Mapping[str, Any]) -> str:
@@ -292,7 +293,7 @@ def _codec_numbers(result: Mapping[str, Any]) -> str:
         ]
         for row in result["numbers"]
     ]
-    return _table(["codec", "group", "bits a number", "error", "coding", "bringing back"], rows)
+    return table(["codec", "group", "bits a number", "error", "coding", "bringing back"], rows)
 
 
 def _weights(result: Mapping[str, Any]) -> str:
@@ -358,11 +359,6 @@ def _share(ratio: float) -> str:
     return f"{ratio * 100:.{0 if ratio > 0.1 else 1}f} %"
 
 
-def _table(head: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def _simulate(result: Mapping[str, Any]) -> str:
     tiers = ("device", "host", "disk", "peer", "store", "recompute")
     rows = [
@@ -379,12 +375,12 @@ def _simulate(result: Mapping[str, Any]) -> str:
         for row in result["rows"]
     ]
     heads = ["pods", "when", "tokens not computed", *tiers, "turns that stayed", "skew", "first token, p50", "p95"]
-    return _table([*heads, "GPU", "disk writes"], rows)
+    return table([*heads, "GPU", "disk writes"], rows)
 
 
 def _simulate_control(result: Mapping[str, Any]) -> str:
     rows = [[figure(value) for value in row.values()] for row in result["control"]]
-    return _table(list(result["control"][0]), rows)
+    return table(list(result["control"][0]), rows)
 
 
 def _simulate_rates(result: Mapping[str, Any]) -> str:
@@ -406,7 +402,7 @@ def _store(result: Mapping[str, Any]) -> str:
         rates = [of[store, way, kind] for kind in _TIER_KINDS]
         tier = [f"{rate:.2f} GB/s ({_share(rate / copy)})" for rate in rates]
         rows.append([f"{store}, {way}", f"{copy:.2f} GB/s", *tier])
-    return _table(["", "copied with the same library", "by the sidecar", "encrypted"], rows)
+    return table(["", "copied with the same library", "by the sidecar", "encrypted"], rows)
 
 
 def _vllm_versions(result: Mapping[str, Any]) -> str:
@@ -422,7 +418,7 @@ def _vllm_versions(result: Mapping[str, Any]) -> str:
     rows = [
         [promise, *(cell(result["versions"][each]["rows"].get(promise)) for each in versions)] for promise in promises
     ]
-    return _table(["vLLM", *versions], rows)
+    return table(["vLLM", *versions], rows)
 
 
 _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deploy.docs.blocks import table
 from gateway.http.openapi import document
 
 Json = Mapping[str, Any]
@@ -34,7 +35,7 @@ def _calls(api: Json) -> Iterator[str]:
                     [f"`{one['name']}`", one["in"], _type(one["schema"]), one.get("description", "")]
                     for one in parameters
                 ]
-                yield _table(["parameter", "in", "type", "meaning"], rows)
+                yield table(["parameter", "in", "type", "meaning"], rows)
             if body := call.get("requestBody"):
                 schema = body["content"]["application/json"]["schema"]
                 if "properties" in schema:
@@ -86,7 +87,7 @@ def _fields(schema: Json) -> str:
         [f"`{name}`" + (" (required)" if name in required else ""), _type(field), _meaning(field)]
         for name, field in schema["properties"].items()
     ]
-    return _table(["field", "type", "meaning"], rows)
+    return table(["field", "type", "meaning"], rows)
 
 
 def _meaning(field: Json) -> str:
@@ -124,8 +125,3 @@ def _bounds(schema: Json, of: str) -> str:
     if high is None:
         return ", not empty" if unit and low == 1 else f", at least {low:g}{unit}"
     return f", at most {high:g}{unit}" if low is None else f", {low:.0f} to {high:.0f}{unit}"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

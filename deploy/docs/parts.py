@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 
+from deploy.docs.blocks import table
 from tests.suite.parts import PARTS, Part
 
 
 def parts_table(_name: str) -> str:
     """Return the table; its links are for tests/README.md."""
-    rows = [f"| `{part.name}` | {part.tier} | {part.proves} | {_places(part)} |" for part in PARTS]
-    return "\n".join(["| part | tier | proves | where |", "| --- | --- | --- | --- |", *rows])
+    rows = ([f"`{part.name}`", part.tier, part.proves, _places(part)] for part in PARTS)
+    return table(["part", "tier", "proves", "where"], rows)
 
 
 def _places(part: Part) -> str:
