@@ -7,34 +7,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from deploy.local.model import MODEL_DIR
 from deploy.local.paths import StackPaths
 from deploy.local.ports import DEFAULT_PORT, PortPlan, plan_ports
 
-_DEFAULTS: Mapping[str, Any] = {
-    "port": DEFAULT_PORT,
-    "dtype": "bfloat16",
-    "engines": 1,
-    "model_dir": str(MODEL_DIR),
-    "dev": False,
-    "engine_args": [],
-    "env": {},
-    "connector": {},
-    "store": "",
-}
 
-
-@dataclass(frozen=True, slots=True)
-class StackSettings:
+class StackSettings(BaseModel):
     """One stack: where it lives and what differs between stacks."""
 
-    paths: StackPaths
-    model_dir: Path
-    port: int
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    paths: StackPaths = Field(exclude=True)
+    model_dir: Path = MODEL_DIR
+    port: int = DEFAULT_PORT
     dtype: str = "bfloat16"
     """`float32` makes cold and restored answers comparable to the last digit, at twice the memory."""
     engines: int = 1
@@ -43,9 +33,9 @@ class StackSettings:
     """True: vLLM's development routes (`/reset_prefix_cache`) are on."""
     engine_args: tuple[str, ...] = ()
     """Appended to vLLM's command line."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = {}
     """Laid over every part's environment; the prefixes keep parts apart."""
-    connector: Mapping[str, Any] = field(default_factory=dict)
+    connector: Mapping[str, Any] = {}
     """More of the connector's `kv_connector_extra_config`."""
     store: str = ""
     """What the sidecars share: `dir`, a directory; `s3`, an S3 server that the stack starts; empty: nothing."""
@@ -61,27 +51,3 @@ class StackSettings:
         """Return a part's environment: `defaults`, the caller's, `own` (addresses, files, secrets), the stack's."""
         base = {"PYTHONUNBUFFERED": "1", **(defaults or {})}
         return base | dict(os.environ) | {"TMPDIR": str(self.paths.scratch), **(own or {})} | dict(self.env)
-
-
-def plain(**asked: Any) -> dict[str, Any]:
-    """Return what was asked for as JSON has it, what is None left out."""
-    return {name: _plain(value) for name, value in asked.items() if value is not None}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, list | tuple) else value
-
-
-def whole(asked: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all settings: what was asked for, else as of the last start, else the defaults."""
-    return {name: asked.get(name, last.get(name, default)) for name, default in _DEFAULTS.items()}
-
-
-def settings_of(paths: StackPaths, values: Mapping[str, Any]) -> StackSettings:
-    """Return whole settings with the types they have here."""
-    own = {"model_dir": Path(values["model_dir"]), "engine_args": tuple(values["engine_args"])}
-    return StackSettings(paths, **{**values, **own})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from deploy.local.pods import endpoint_name, endpoints_of
 from deploy.local.ports import LOOPBACK, MAX_ENGINES, check_ports_free
 from deploy.local.processes import is_alive, session_members
 from deploy.local.progress import Step, StepFailed, log_excerpt, say
-from deploy.local.settings import StackSettings, plain, settings_of, whole
+from deploy.local.settings import StackSettings
 from deploy.local.starting import POLL_S, PartProcesses
 from deploy.local.state import (
     RunningPart,
@@ -54,39 +54,19 @@ class PartStatus:
 
 
 class Stack:
-    """One local stack. What is not given is taken from its last start, else from the defaults.
+    """One local stack."""
 
-    `env`, `engine_args` and `connector`: as StackSettings has them.
-    """
+    def __init__(self, directory: Path = DEFAULT_DIRECTORY, **asked: Any) -> None:
+        """`asked`: fields of StackSettings. The last start decides on those that are absent or None, else the defaults.
 
-    def __init__(  # noqa: PLR0913  # all that differs between stacks, by name
-        self,
-        directory: Path = DEFAULT_DIRECTORY,
-        *,
-        port: int | None = None,
-        dtype: str | None = None,
-        engines: int | None = None,
-        model_dir: Path | None = None,
-        dev: bool | None = None,
-        engine_args: Sequence[str] | None = None,
-        env: Mapping[str, str] | None = None,
-        connector: Mapping[str, int | str] | None = None,
-        store: str | None = None,
-    ) -> None:
-        if engines is not None and not 1 <= engines <= MAX_ENGINES:
-            raise StepFailed(f"ENGINES={engines} is out of range: 1 to {MAX_ENGINES}")
+        Raises StepFailed, or ValueError for an unknown field or another type.
+        """
         self.paths = StackPaths(directory.resolve())
-        self._asked = plain(
-            port=port,
-            dtype=dtype,
-            engines=engines,
-            model_dir=model_dir,
-            dev=dev,
-            engine_args=engine_args,
-            env=env,
-            connector=connector,
-            store=store,
-        )
+        given = {name: value for name, value in asked.items() if value is not None}
+        settings = StackSettings(paths=self.paths, **given)
+        if not 1 <= settings.engines <= MAX_ENGINES:
+            raise StepFailed(f"ENGINES={settings.engines} is out of range: 1 to {MAX_ENGINES}")
+        self._asked = settings.model_dump(mode="json", include=set(given))
         self._processes = PartProcesses(self.paths)
 
     @property
@@ -156,7 +136,7 @@ class Stack:
             prepared = prepare_model(settings.model_dir) if settings.model_dir == MODEL_DIR else settings.model_dir
             assert prepared == settings.model_dir
             self._prepare(settings, fresh=not running)
-            write_settings(self.paths, self._values(remembered=bool(running)))
+            write_settings(self.paths, settings.model_dump(mode="json"))
             parts = self._table(settings)
             for name in missing:
                 self._processes.clear(name)
@@ -289,11 +269,10 @@ class Stack:
             if key in remembered and value != remembered[key]:
                 raise StepFailed(f"the stack runs with {key} {remembered[key]}, not {value}: run `make down` first")
 
-    def _values(self, *, remembered: bool) -> dict[str, Any]:
-        return whole(self._asked, read_settings(self.paths) if remembered else {})
-
     def _settings(self, *, remembered: bool = True) -> StackSettings:
-        return settings_of(self.paths, self._values(remembered=remembered))
+        last = read_settings(self.paths) if remembered else {}
+        known = {name: value for name, value in last.items() if name in StackSettings.model_fields}
+        return StackSettings(paths=self.paths, **known | self._asked)
 
     def _parts(self) -> dict[str, Part]:
         return self._table(self._settings())

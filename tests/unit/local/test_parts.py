@@ -16,7 +16,7 @@ SIDECAR_FILES = ("SIDECAR_DATA_DIR", "SIDECAR_UNIX_SOCKET")
 @pytest.fixture
 def make_settings(tmp_path):
     def make(**changes):
-        return StackSettings(StackPaths(tmp_path), tmp_path / "model", 8000, **changes)
+        return StackSettings(paths=StackPaths(tmp_path), model_dir=tmp_path / "model", port=8000, **changes)
 
     return make
 

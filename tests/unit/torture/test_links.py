@@ -28,7 +28,7 @@ NAMES = (
 
 @pytest.fixture
 def settings(tmp_path):
-    return StackSettings(StackPaths(tmp_path), tmp_path / "model", 8000, engines=2)
+    return StackSettings(paths=StackPaths(tmp_path), model_dir=tmp_path / "model", port=8000, engines=2)
 
 
 def connectors_sidecar(part):
