@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 from deploy.local.progress import StepFailed
 
@@ -19,7 +21,6 @@ MAX_ENGINES = 4
 PORTS_OF_A_STACK = 24
 _OTHERS = 10
 _TURNS = 20
-_LISTEN_STATE = "0A"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +109,9 @@ def is_free(port: int) -> bool:
 
 
 def holder_of(port: int) -> str:
-    """Return `taken by pid N (command line)` as far as this user may see it."""
-    inodes = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(str(link.readlink()) in inodes for link in (directory / "fd").iterdir()):
-                command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f"in use by pid {directory.name} ({command[:120]})"
-        except OSError:
-            continue  # ended meanwhile, or another user's
+    """Return the process that listens on a port, with its command line, as far as this user may see it."""
+    for found in psutil.net_connections("tcp"):
+        if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
+            with suppress(psutil.Error):  # ended meanwhile
+                return f"in use by pid {found.pid} ({' '.join(psutil.Process(found.pid).cmdline())[:120]})"
     return "in use by a process of another user"
-
-
-def _listening_inodes(port: int) -> set[str]:
-    inodes = set()
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        lines = table.read_text().splitlines()[1:] if table.exists() else []
-        for fields in (line.split() for line in lines):
-            if fields[3] == _LISTEN_STATE and int(fields[1].rpartition(":")[2], 16) == port:
-                inodes.add(fields[9])
-    return inodes
