@@ -37,7 +37,7 @@ class EndpointSettings(BaseModel):
 class GatewaySettings(TlsSettings, TracingSettings):
     """Everything a gateway can be told."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_prefix="GATEWAY_", use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(env_prefix="GATEWAY_")
 
     host: str = "127.0.0.1"
     """Address to listen on. Any address but loopback needs an API-key file."""

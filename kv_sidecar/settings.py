@@ -25,133 +25,84 @@ _PROCESS_BYTES = 512 << 20
 class SidecarSettings(TlsSettings, TracingSettings):
     """One sidecar beside one engine."""
 
-    model_config = SettingsConfigDict(env_prefix="SIDECAR_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="SIDECAR_")
 
-    unix_socket: Path | None = Field(
-        None, description="Path of the Unix socket for the engine in the same pod. Empty: none."
-    )
-    listen: str = Field("127.0.0.1:50061", description="host:port for gateways, turn processes and peers. Empty: none.")
-    data_dir: Path = Field(
-        Path("data/sidecar"), description="Directory of blocks and manifests, for one process at a time."
-    )
-    memory_limit_bytes: int | None = Field(
-        None,
-        ge=0,
-        description="Bytes of the memory tier. The sidecar allocates them at the start and shares them with the "
-        "engine (the arena). 0: no memory tier; blocks travel as gRPC frames. Empty: a quarter of the "
-        "container's memory limit, or 1 GiB without a limit.",
-    )
-    disk_limit_bytes: int = Field(
-        32 << 30,
-        ge=0,
-        description="Maximum bytes of blocks on disk. From 95 % the sidecar evicts the least recently used contexts, "
-        "down to 90 %. 0: no limit but the volume's size, and a save on a full volume fails.",
-    )
-    tenant_guarantee_bytes: int = Field(
-        0,
-        ge=0,
-        description="Bytes of blocks of each tenant that other tenants' saves cannot evict. Saves may fail if all "
-        "tenants together reserve more than SIDECAR_DISK_LIMIT_BYTES. 0: none.",
-    )
-    tenant_limit_bytes: int = Field(
-        0,
-        ge=0,
-        description="Maximum bytes of one tenant's blocks on this disk. Saves beyond it fail, and new contexts get a "
-        "429. 0: no limit.",
-    )
-    promised_share: float = Field(
-        0.5,
-        ge=0,
-        le=0.8,
-        description="Share of SIDECAR_DISK_LIMIT_BYTES whose KV clients may protect from eviction for a time "
-        "(`kv_hints`). Half of this share of the memory tier may be pinned. A tenant gets at most as much as is still "
-        "free, and half of SIDECAR_TENANT_LIMIT_BYTES. 0, or no disk limit: no promises.",
-    )
-    manager: str = Field(
-        "",
-        description="gRPC address of the context manager. The sidecar asks it which stored KV no session names any "
-        "more. Empty: such KV expires at its TTL.",
-    )
-    orphan_after_s: int = Field(
-        300,
-        ge=1,
-        description="Seconds after the seal before KV that no session names is freed. Longer than a create waits for "
-        "its seal and its commit.",
-    )
-    block_tokens: int = Field(
-        256, ge=1, le=65536, description="Minimum tokens in one block file. A file holds whole blocks of the engine."
-    )
-    collect_interval_s: float = Field(30.0, gt=0, description="Seconds between two passes of the collector.")
-    io_threads: int = Field(
-        4,
-        ge=1,
-        le=64,
-        description="Threads that read and hash, and as many that write. Each holds the memory of one block.",
-    )
-    peers: tuple[str, ...] = Field(
-        (),
-        description="Sidecars from which this sidecar may pull: a JSON list of host:port, host or network "
-        '(10.0.0.0/8). "*": any. Empty: no pulls.',
-    )
-    endpoint_name: str = Field(
-        "",
-        description="Name of this pod in the gateway, the same as TURN_ENDPOINT_NAME. Empty: this sidecar neither "
-        "hands over contexts at its end nor takes any over.",
-    )
-    handover_s: float = Field(
-        20.0,
-        ge=0,
-        description="Seconds after SIGTERM to save this pod's contexts, most recently used first: with a store, those "
-        "that the store lacks; without one, all of them to peers. The pod's grace period must be longer. 0: none.",
-    )
-    handover_peers: tuple[str, ...] = Field(
-        (),
-        description="Sidecars that may take over contexts: a JSON list of host:port. A host stands for all its "
-        "addresses (a headless Service). Empty: the host:port entries of SIDECAR_PEERS.",
-    )
-    handover_address: str = Field(
-        "", description="host:port under which peers reach this sidecar. Empty: SIDECAR_LISTEN."
-    )
-    store_url: str = Field(
-        "",
-        description="Store that all pods of a release share, so that KV outlives its pod: s3://bucket/path, gs://…, "
-        "az://… (with the credentials of their own tools) or file:///directory on a shared mount. Empty: "
-        "none.",
-    )
-    store_keys_file: Path | None = Field(
-        None,
-        description="JSON file of the encryption keys for KV in the store, by tenant. A change takes effect within "
-        "seconds. Empty: no encryption.",
-    )
-    store_bytes_per_s: int = Field(
-        0, ge=0, description="Maximum bytes of KV written to the store per second. 0: no limit."
-    )
-    store_limit_bytes: int = Field(
-        0,
-        ge=0,
-        description="Maximum bytes of blocks in the store, over the whole release. From 95 % a collector pass evicts "
-        "the least recently used contexts, down to 90 %. Saves never fail for it. 0: no limit.",
-    )
-    store_tenant_limit_bytes: int = Field(
-        0, ge=0, description="Maximum bytes of each tenant's blocks in the store, by the same rule. 0: no limit."
-    )
-    events_listen: str = Field(
-        "",
-        description="host:port on which routers of other projects subscribe to KV events in vLLM's format (ZeroMQ, not "
-        "encrypted). The next port serves replays. Empty: no events.",
-    )
-    events_tenants: tuple[str, ...] = Field(
-        (),
-        description='Tenants whose events are published: a JSON list. "*": all. Events have the token ids of prompts '
-        "and answers.",
-    )
-    events_topic: str = Field(
-        "", max_length=256, description="Topic of the events. llm-d expects kv@<pod>@<model>. Empty: none."
-    )
-    metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint. 0: off.")
-    log_level: str = Field("INFO", description="Python log level.")
+    unix_socket: Path | None = None
+    """Path of the Unix socket for the engine in the same pod. Empty: none."""
+    listen: str = "127.0.0.1:50061"
+    """host:port for gateways, turn processes and peers. Empty: none."""
+    data_dir: Path = Path("data/sidecar")
+    """Directory of blocks and manifests, for one process at a time."""
+    memory_limit_bytes: int | None = Field(None, ge=0)
+    """Bytes of the memory tier. The sidecar allocates them at the start and shares them with the engine (the arena). 0:
+    no memory tier; blocks travel as gRPC frames. Empty: a quarter of the container's memory limit, or 1 GiB without a
+    limit."""
+    disk_limit_bytes: int = Field(32 << 30, ge=0)
+    """Maximum bytes of blocks on disk. From 95 % the sidecar evicts the least recently used contexts, down to 90 %. 0:
+    no limit but the volume's size, and a save on a full volume fails."""
+    tenant_guarantee_bytes: int = Field(0, ge=0)
+    """Bytes of blocks of each tenant that other tenants' saves cannot evict. Saves may fail if all tenants together
+    reserve more than SIDECAR_DISK_LIMIT_BYTES. 0: none."""
+    tenant_limit_bytes: int = Field(0, ge=0)
+    """Maximum bytes of one tenant's blocks on this disk. Saves beyond it fail, and new contexts get a 429. 0: no
+    limit."""
+    promised_share: float = Field(0.5, ge=0, le=0.8)
+    """Share of SIDECAR_DISK_LIMIT_BYTES whose KV clients may protect from eviction for a time (`kv_hints`). Half of
+    this share of the memory tier may be pinned. A tenant gets at most as much as is still free, and half of
+    SIDECAR_TENANT_LIMIT_BYTES. 0, or no disk limit: no promises."""
+    manager: str = ""
+    """gRPC address of the context manager. The sidecar asks it which stored KV no session names any more. Empty: such
+    KV expires at its TTL."""
+    orphan_after_s: int = Field(300, ge=1)
+    """Seconds after the seal before KV that no session names is freed. Longer than a create waits for its seal and its
+    commit."""
+    block_tokens: int = Field(256, ge=1, le=65536)
+    """Minimum tokens in one block file. A file holds whole blocks of the engine."""
+    collect_interval_s: float = Field(30.0, gt=0)
+    """Seconds between two passes of the collector."""
+    io_threads: int = Field(4, ge=1, le=64)
+    """Threads that read and hash, and as many that write. Each holds the memory of one block."""
+    peers: tuple[str, ...] = ()
+    """Sidecars from which this sidecar may pull: a JSON list of host:port, host or network (10.0.0.0/8). "*": any.
+    Empty: no pulls."""
+    endpoint_name: str = ""
+    """Name of this pod in the gateway, the same as TURN_ENDPOINT_NAME. Empty: this sidecar neither hands over contexts
+    at its end nor takes any over."""
+    handover_s: float = Field(20.0, ge=0)
+    """Seconds after SIGTERM to save this pod's contexts, most recently used first: with a store, those that the store
+    lacks; without one, all of them to peers. The pod's grace period must be longer. 0: none."""
+    handover_peers: tuple[str, ...] = ()
+    """Sidecars that may take over contexts: a JSON list of host:port. A host stands for all its addresses (a headless
+    Service). Empty: the host:port entries of SIDECAR_PEERS."""
+    handover_address: str = ""
+    """host:port under which peers reach this sidecar. Empty: SIDECAR_LISTEN."""
+    store_url: str = ""
+    """Store that all pods of a release share, so that KV outlives its pod: s3://bucket/path, gs://…, az://… (with the
+    credentials of their own tools) or file:///directory on a shared mount. Empty: none."""
+    store_keys_file: Path | None = None
+    """JSON file of the encryption keys for KV in the store, by tenant. A change takes effect within seconds. Empty: no
+    encryption."""
+    store_bytes_per_s: int = Field(0, ge=0)
+    """Maximum bytes of KV written to the store per second. 0: no limit."""
+    store_limit_bytes: int = Field(0, ge=0)
+    """Maximum bytes of blocks in the store, over the whole release. From 95 % a collector pass evicts the least
+    recently used contexts, down to 90 %. Saves never fail for it. 0: no limit."""
+    store_tenant_limit_bytes: int = Field(0, ge=0)
+    """Maximum bytes of each tenant's blocks in the store, by the same rule. 0: no limit."""
+    events_listen: str = ""
+    """host:port on which routers of other projects subscribe to KV events in vLLM's format (ZeroMQ, not encrypted). The
+    next port serves replays. Empty: no events."""
+    events_tenants: tuple[str, ...] = ()
+    """Tenants whose events are published: a JSON list. "*": all. Events have the token ids of prompts and answers."""
+    events_topic: str = Field("", max_length=256)
+    """Topic of the events. llm-d expects kv@<pod>@<model>. Empty: none."""
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Port of the Prometheus endpoint. 0: off."""
+    log_level: str = "INFO"
+    """Python log level."""
 
-    metrics_host: str = Field("127.0.0.1", description="Address of the Prometheus endpoint; 0.0.0.0 in a pod.")
+    metrics_host: str = "127.0.0.1"
+    """Address of the Prometheus endpoint; 0.0.0.0 in a pod."""
 
     @field_validator("unix_socket", "memory_limit_bytes", "store_keys_file", mode="before")
     @classmethod

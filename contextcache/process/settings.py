@@ -25,26 +25,22 @@ class TlsFiles:
 
 
 class ProcessSettings(BaseSettings):
-    """Base of every process's settings: frozen, from the environment only, checked by type."""
+    """Base of every process's settings: frozen, from the environment only. A field's docstring is its description."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
 
 class TlsSettings(ProcessSettings):
     """Mutual TLS: with these files a process shows its certificate, and trusts only certificates of the CA."""
 
-    tls_cert_file: Path | None = Field(
-        None, description="PEM certificate chain shown to other parts. Empty, with the next two settings: no TLS."
-    )
-    tls_key_file: Path | None = Field(
-        None, description="PEM private key of that certificate. Both files are read again when they change."
-    )
-    tls_ca_file: Path | None = Field(
-        None, description="PEM certificates of the CAs that sign the other parts' certificates."
-    )
-    tls_server_name: str = Field(
-        "context-cache", min_length=1, description="Name in every part's certificate, whatever the part's address."
-    )
+    tls_cert_file: Path | None = None
+    """PEM certificate chain shown to other parts. Empty, with the next two settings: no TLS."""
+    tls_key_file: Path | None = None
+    """PEM private key of that certificate. Both files are read again when they change."""
+    tls_ca_file: Path | None = None
+    """PEM certificates of the CAs that sign the other parts' certificates."""
+    tls_server_name: str = Field("context-cache", min_length=1)
+    """Name in every part's certificate, whatever the part's address."""
 
     @field_validator("tls_cert_file", "tls_key_file", "tls_ca_file", mode="before")
     @classmethod
@@ -68,16 +64,10 @@ class TlsSettings(ProcessSettings):
 class TracingSettings(ProcessSettings):
     """Export of trace spans."""
 
-    traces_endpoint: str = Field(
-        "", description="OTLP/gRPC address of a trace collector, http://host:4317 or https://…. Empty: no traces."
-    )
-    traces_sample_ratio: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="Share of the traces that start here and are kept, 0 to 1. The caller decides for traces that it "
-        "starts.",
-    )
+    traces_endpoint: str = ""
+    """OTLP/gRPC address of a trace collector, http://host:4317 or https://…. Empty: no traces."""
+    traces_sample_ratio: float = Field(0.1, ge=0, le=1)
+    """Share of the traces that start here and are kept, 0 to 1. The caller decides for traces that it starts."""
 
 
 def settings_help(settings: type[ProcessSettings], purpose: str) -> str:

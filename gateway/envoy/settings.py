@@ -70,7 +70,7 @@ class GatewayAddress(BaseModel):
 class EnvoySettings(ProcessSettings):
     """Settings of one Envoy."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_prefix="ENVOY_", use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(env_prefix="ENVOY_")
 
     gateways: tuple[GatewayAddress, ...] = Field(min_length=1)
     """JSON list of the gateways, "host:http port,host:ext_proc port"."""
