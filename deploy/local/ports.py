@@ -29,45 +29,24 @@ class PortPlan:
 
     envoy: int
     """Where clients go."""
-
-    @property
-    def gateway(self) -> int:
-        """The gateway's HTTP front."""
-        return self.envoy + 1
-
-    @property
-    def ext_proc(self) -> int:
-        """The gateway's external processor, which Envoy asks."""
-        return self.envoy + 2
-
-    @property
-    def envoy_admin(self) -> int:
-        """Envoy's own pages."""
-        return self.envoy + 3
-
-    @property
-    def gateway_metrics(self) -> int:
-        """The gateway's metrics, and what it knows of its pods."""
-        return self.envoy + 4
-
-    @property
-    def s3(self) -> int:
-        """The S3 server, where the stack has one."""
-        return self.envoy + 5
-
-    @property
-    def redis(self) -> int:
-        """Sessions."""
-        return self.envoy + _OTHERS
-
-    @property
-    def manager(self) -> int:
-        """The context manager."""
-        return self.envoy + _OTHERS + 1
+    gateway: int
+    """The gateway's HTTP front."""
+    ext_proc: int
+    """The gateway's external processor, which Envoy asks."""
+    envoy_admin: int
+    """Envoy's own pages."""
+    gateway_metrics: int
+    """The gateway's metrics, and its view of the pods."""
+    s3: int
+    """The S3 server, where the stack has one."""
+    redis: int
+    """Sessions."""
+    manager: int
+    """The context manager."""
 
     def sidecar(self, number: int) -> int:
         """Return the port of a sidecar, counted from 0."""
-        return self.envoy + _OTHERS + 2 + 2 * number
+        return self.manager + 1 + 2 * number
 
     def engine(self, number: int) -> int:
         """Return the port of an engine, counted from 0."""
@@ -82,7 +61,7 @@ def plan_ports(port: int) -> PortPlan:
     """Return the plan for Envoy's port. Raises StepFailed when it leaves no room for the others."""
     if not 1024 <= port <= 65536 - PORTS_OF_A_STACK:
         raise StepFailed(f"PORT={port} is out of range: 1024 to {65536 - PORTS_OF_A_STACK}")
-    return PortPlan(port)
+    return PortPlan(*(port + after for after in (0, 1, 2, 3, 4, 5, _OTHERS, _OTHERS + 1)))
 
 
 def check_ports_free(ports: list[tuple[str, int]]) -> None:
