@@ -149,15 +149,11 @@ def create(  # noqa: PLR0913  # its options
     json: Json = False,
 ) -> None:
     """Create a context and answer its first prompt."""
-    fields = cast("CreateFields", _turn_fields(max_tokens, temperature))
-    if ttl is not None:
-        fields["ttl"] = ttl
-    if sliding:
-        fields["ttl_policy"] = "sliding"
-    if name is not None:
-        fields["session_id"] = name
-    if metadata:
-        fields["metadata"] = dict(map(pair, metadata))
+    policy, said = "sliding" if sliding else None, dict(map(pair, metadata or ())) or None
+    given = _given(
+        max_tokens=max_tokens, temperature=temperature, ttl=ttl, ttl_policy=policy, session_id=name, metadata=said
+    )
+    fields = cast("CreateFields", given)
     with _client() as client:
         _answer(client.contexts.create_stream(model, _text(prompt), **fields), json=json)
 
@@ -173,7 +169,8 @@ def ask(
     """Continue a context with text."""
     with _client() as client:
         context = client.contexts.get(session_id)
-        _answer(context.ask_stream(_text(prompt), **_turn_fields(max_tokens, temperature)), json=json)
+        fields = cast("TurnFields", _given(max_tokens=max_tokens, temperature=temperature))
+        _answer(context.ask_stream(_text(prompt), **fields), json=json)
 
 
 @app.command(epilog="Example: context-cache chat ctx_3f2a…   (an empty line ends it)")
@@ -187,7 +184,7 @@ def chat(
     json: Json = False,
 ) -> None:
     """Continue a context as a chat."""
-    fields = _turn_fields(max_tokens, temperature)
+    fields = cast("TurnFields", _given(max_tokens=max_tokens, temperature=temperature))
     with _client() as client:
         context = client.contexts.get(session_id)
         if said is not None:
@@ -351,13 +348,9 @@ def _print_info(info: ContextInfo | None, *, json: bool) -> None:
         output.print_rows(output.TURN_HEADS, output.turn_rows(info.recent_turns))
 
 
-def _turn_fields(max_tokens: int | None, temperature: float | None) -> TurnFields:
-    fields: TurnFields = {}
-    if max_tokens is not None:
-        fields["max_tokens"] = max_tokens
-    if temperature is not None:
-        fields["temperature"] = temperature
-    return fields
+def _given(**options: object) -> dict[str, object]:
+    """Return the options that the command line has."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _text(said: str) -> str:
