@@ -12,13 +12,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from contextcache.clock import SystemClock
-from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
+from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, UNROUTED_HEADER
 from tests.kit import http2
 from tests.kit.envoy_names import PLUGIN
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.fronts import Front
 from tests.kit.gateway_parts import KEY, SECRET
 from tests.kit.gateway_server import running_gateway, settings_for
+from tests.kit.identities import verify_identity
 from tests.kit.inference_pool import as_inference_pool
 from tests.kit.stub_engine import StubEngine
 

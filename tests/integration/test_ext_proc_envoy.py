@@ -11,10 +11,11 @@ import pytest
 from aiohttp import web
 
 from contextcache.clock import SystemClock
-from contextcache.identity import IDENTITY_HEADER, IN_FLIGHT_HEADER, UNROUTED_HEADER, verify_identity
+from contextcache.identity import IDENTITY_HEADER, IN_FLIGHT_HEADER, UNROUTED_HEADER
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.gateway_parts import KEY, SECRET
 from tests.kit.gateway_server import DEADLINE_S, RunningManager, running_gateway, settings_for
+from tests.kit.identities import verify_identity
 from tests.kit.until import until
 
 HEADERS = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}

@@ -17,13 +17,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from contextcache.clock import SystemClock
-from contextcache.identity import IDENTITY_HEADER, verify_identity
+from contextcache.identity import IDENTITY_HEADER
 from gateway.envoy.front import EnvoyFront
 from gateway.envoy.server import LIVENESS, READINESS, SERVICE_NAME, ExtProcServer
 from gateway.tenants.keys import SingleTenant
 from tests.kit.ext_proc import DUPLEX, Answer, ExtProcClient, body, head
 from tests.kit.gateway_parts import SECRET, GatewayParts
 from tests.kit.gateway_server import DEADLINE_S, running_gateway, settings_for
+from tests.kit.identities import verify_identity
 from tests.kit.until import until
 
 ROOT = Path(__file__).parents[2]

@@ -15,11 +15,11 @@ from contextcache.identity import (
     Identity,
     sign_identity,
     tenant_tag,
-    verify_identity,
 )
 from gateway.flows import ROUTING_HEADERS
 from tests.kit.fronts import code_of, only_envoy
 from tests.kit.gateway_parts import KEY, SECRET
+from tests.kit.identities import verify_identity
 from tests.kit.stub_engine import StubEngine
 
 

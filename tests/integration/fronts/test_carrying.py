@@ -9,10 +9,11 @@ import aiohttp
 import pytest
 
 from contextcache.clock import SystemClock
-from contextcache.identity import IDENTITY_HEADER, verify_identity
+from contextcache.identity import IDENTITY_HEADER
 from tests.kit.fronts import code_of, until_answered
 from tests.kit.gateway_parts import KEY, OTHER_KEY, SECRET
 from tests.kit.gateway_server import DEADLINE_S
+from tests.kit.identities import verify_identity
 
 STREAM = {"model": "stub-model", "prompt": "x", "stream": True}
 

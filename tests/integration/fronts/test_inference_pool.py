@@ -7,11 +7,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from contextcache.clock import SystemClock
-from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, verify_identity
+from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.fronts import Front, code_of, until_answered
 from tests.kit.gateway_parts import SECRET
 from tests.kit.gateway_server import running_gateway, settings_for
+from tests.kit.identities import verify_identity
 from tests.kit.inference_pool import as_inference_pool
 
 STREAM = {"model": "stub-model", "prompt": "x", "stream": True}

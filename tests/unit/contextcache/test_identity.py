@@ -16,10 +16,10 @@ from contextcache.identity import (
     cache_salt,
     sign_identity,
     sign_kv_transfer,
-    verify_identity,
     verify_kv_transfer,
 )
 from contextcache.model import ContextMode, UsageFormat
+from tests.kit.identities import verify_identity
 
 SECRET = b"a-secret-for-tests-only-32-bytes!"
 IDENTITY = Identity("demo", "req-1", expires_at_ms=2000, session_id="s")

@@ -15,13 +15,14 @@ from contextcache.errors import (
     TenantRateExceeded,
     Unauthorized,
 )
-from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, verify_identity
+from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER
 from gateway.paths import Kind
 from gateway.pods.endpoints import Health
 from gateway.pods.routing import ChoiceReason
 from gateway.pods.state import Endpoint, EngineLoad
 from gateway.tenants.keys import KeyFile, SingleTenant
 from tests.kit.gateway_parts import KEY, REF, SECRET, GatewayParts
+from tests.kit.identities import verify_identity
 
 MODELS = frozenset({"stub-model"})
 SATURATED = Health(healthy=True, models=MODELS, load=EngineLoad(8, 40, 0.5))

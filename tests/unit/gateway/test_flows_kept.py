@@ -9,12 +9,13 @@ import pytest
 from contextcache.beginning import first_messages
 from contextcache.claim import TURN_PATHS
 from contextcache.errors import InvalidRequest
-from contextcache.identity import IDENTITY_HEADER, TENANT_HEADER, verify_identity
+from contextcache.identity import IDENTITY_HEADER, TENANT_HEADER
 from gateway.kept import LABEL_HEADERS, Plain
 from gateway.paths import Kind
 from gateway.settings import GatewaySettings
 from gateway.tenants.keys import Caller
 from tests.kit.gateway_parts import SECRET
+from tests.kit.identities import verify_identity
 
 
 def settings(tmp_path, **fields):

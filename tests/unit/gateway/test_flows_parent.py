@@ -5,11 +5,12 @@ import json
 import pytest
 
 from contextcache.claim import TURN_PATHS
-from contextcache.identity import IDENTITY_HEADER, verify_identity
+from contextcache.identity import IDENTITY_HEADER
 from gateway.kept import LABEL_HEADERS, PARENT_HEADERS, Plain, parent_of
 from gateway.pods.endpoints import EngineLoad, Health
 from gateway.tenants.keys import Caller
 from tests.kit.gateway_parts import PREVIOUS_REF, REF, SECRET
+from tests.kit.identities import verify_identity
 
 CREATE = "/v1/context"
 SYSTEM = [{"role": "system", "content": "You are a sub-agent."}, {"role": "user", "content": "Find the bug."}]

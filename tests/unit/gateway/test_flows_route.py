@@ -13,7 +13,7 @@ from contextcache.errors import (
     StoreUnavailable,
     Unauthorized,
 )
-from contextcache.identity import IDENTITY_HEADER, TENANT_HEADER, tenant_tag, verify_identity
+from contextcache.identity import IDENTITY_HEADER, TENANT_HEADER, tenant_tag
 from contextcache.model import ContextMode, UsageFormat
 from gateway.flows import ROUTING_HEADERS, SALTED_PATHS
 from gateway.kept import Plain
@@ -21,6 +21,7 @@ from gateway.paths import Kind
 from gateway.pods.endpoints import Health
 from gateway.tenants.keys import Caller
 from tests.kit.gateway_parts import KEY, OTHER_KEY, SECRET, as_told
+from tests.kit.identities import verify_identity
 
 CHAT = "/v1/chat/completions"
 

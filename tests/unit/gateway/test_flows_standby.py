@@ -2,10 +2,11 @@
 
 import json
 
-from contextcache.identity import IDENTITY_HEADER, Standby, verify_identity
+from contextcache.identity import IDENTITY_HEADER, Standby
 from gateway.kept import Plain
 from gateway.tenants.keys import Caller
 from tests.kit.gateway_parts import KEY, SECRET
+from tests.kit.identities import verify_identity
 
 
 async def route(parts, body, path="/v1/completions"):

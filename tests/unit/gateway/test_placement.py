@@ -4,13 +4,14 @@ from collections import Counter
 
 import pytest
 
-from contextcache.identity import IDENTITY_HEADER, verify_identity
+from contextcache.identity import IDENTITY_HEADER
 from gateway.kept import Plain
 from gateway.paths import Kind
 from gateway.pods.endpoints import Health
 from gateway.pods.state import EngineLoad
 from gateway.tenants.keys import Caller, SingleTenant
 from tests.kit.gateway_parts import SECRET, GatewayParts
+from tests.kit.identities import verify_identity
 from tests.unit.gateway.test_flows_choice import MODELS, route, set_health
 
 SYSTEM = "You are brief. " * 400

@@ -7,7 +7,7 @@ import pytest
 
 from contextcache.errors import StoreUnavailable
 from contextcache.extproc.v3 import external_processor_pb2 as pb
-from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
+from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, UNROUTED_HEADER
 from gateway.envoy.front import EnvoyFront
 from gateway.envoy.messages import PIECE_BYTES
 from gateway.pods.endpoints import Health
@@ -24,6 +24,7 @@ from tests.kit.ext_proc import (
     trailers,
 )
 from tests.kit.gateway_parts import OTHER_KEY, SECRET, as_told
+from tests.kit.identities import verify_identity
 
 JSON = {"content-type": "application/json"}
 QUEUED = Health(healthy=True, models=frozenset({"stub-model"}), load=EngineLoad(running=4, waiting=20, kv_usage=0.5))

@@ -3,11 +3,12 @@
 import httpx
 import pytest
 
-from contextcache.identity import IDENTITY_HEADER, verify_identity
+from contextcache.identity import IDENTITY_HEADER
 from gateway.http.app import HttpFront
 from gateway.http.carrier import ConnectFailed, ConnectTimedOut
 from gateway.tenants.limits import FrontLimits
 from tests.kit.gateway_parts import KEY, SECRET
+from tests.kit.identities import verify_identity
 
 
 class LateCarrier:
