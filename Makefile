@@ -107,10 +107,12 @@ bench: install ## measure the time to first token; PEER=1: also from another pod
 	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT)) $(if $(PEER),--peer --out benchmarks/results/bench_ttft_peer.json) $(if $(STORE),--store $(STORE) --out benchmarks/results/bench_ttft_store.json)
 bench-front: install ## measure the overhead of each front; QUICK=1; REAL=1: with vLLM
 	@PYTHONPATH=. $(PY) benchmarks/bench_front.py $(if $(QUICK),--quick) $(if $(REAL),--real)
-bench-one: install ## run one other benchmark; ONLY=agents|attacks|beside|block_path|checksum|codec|conversation|early_saves|hostile_bodies|keys|manager|neighbours|not_found|overhead|promises|scale|simulate|store|streaming|transfer|turn_cost|turns|weights WITH='--check …'
+bench-one: install ## run one other benchmark; ONLY=agents|aiperf|attacks|beside|block_path|checksum|codec|compaction|conversation|early_saves|hostile_bodies|keys|manager|neighbours|not_found|overhead|promises|scale|simulate|store|streaming|trace|transfer|turn_cost|turns|weights WITH='--check …'
 	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py $(WITH)
-proof: install ## replay recorded sessions of coding agents on four systems, with an engine killed and a pod lost
-	@PYTHONPATH=. $(PY) benchmarks/bench_trace.py $(WITH)
+proof: install ## replay recorded sessions of coding agents on four systems, with and without failures, and AIPerf's conversations
+	@PYTHONPATH=. $(PY) benchmarks/bench_trace.py
+	@PYTHONPATH=. $(PY) benchmarks/bench_trace.py --calm
+	@PYTHONPATH=. $(PY) benchmarks/bench_aiperf.py
 
 docs: install ## build the documentation site in .build/site; REPOSITORY_URL=<web page of the repository>
 	@PYTHONPATH=. NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict

@@ -1,9 +1,10 @@
 """Latency of a client's stateless requests while another client sends long prompts, beside quiet times.
 
 Real vLLM with SmolLM2 and the local stack. The other client creates contexts, one after the other without a pause, in a
-process of low priority, because a real one has a machine of its own. Segments of requests alternate: quiet, then one
-for each kind of prompt. Each request has a new prompt of 16 ids and one token. It goes through Envoy and, right after
-that, to vLLM itself: both share vLLM, and only the first shares Envoy and gateway.
+process of low priority, because a real one has a machine of its own. vLLM has the first core, and all other parts and
+both clients share the second, as engines on GPUs share no core with them. Segments of requests alternate: quiet, then
+one for each kind of prompt. Each request has a new prompt of 16 ids and one token. It goes through Envoy and, right
+after that, to vLLM itself: both share vLLM, and only the first shares Envoy and gateway.
 
 - over-long: 8 MB of words, 200 times the window;
 - ids: 131 072 of them;
@@ -70,10 +71,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.send:
         return _send(options.send, options.port)
+    os.environ["OMP_NUM_THREADS"] = "1"  # two threads that share a core wait for each other
     stack = Stack(STACK_DIRECTORY, port=options.port)
     try:
         stack.clean()
         stack.up()
+        _pin(stack)
         (engine,) = stack.engine_urls
         report = _measured({"Envoy": options.port, "vLLM": int(engine.rpartition(":")[2])}, options.rounds)
     finally:
@@ -81,6 +84,27 @@ def main() -> int:
     write_result(options.out, report)
     print(_table(report["rows"]))
     return 0
+
+
+def _pin(stack: Stack) -> None:
+    """Give vLLM's threads the first core, and those of all other parts and of this process the second."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    engines = {part.pid for part in stack.status() if part.name.startswith("engine")}
+    ours = {part.pid for part in stack.status()} - engines
+    for process in Path("/proc").glob("[0-9]*"):
+        session = _session(process)
+        if session in engines | ours:
+            for thread in (process / "task").iterdir():
+                os.sched_setaffinity(int(thread.name), {first if session in engines else second})
+    os.sched_setaffinity(0, {second})
+
+
+def _session(process: Path) -> int | None:
+    """Return the session of a process, which its part leads; None of one that has ended."""
+    try:
+        return os.getsid(int(process.name))
+    except ProcessLookupError:
+        return None
 
 
 def _measured(ports: Mapping[str, int], rounds: int) -> dict[str, Any]:

@@ -55,7 +55,19 @@ KILL_AFTER_S, KILLED_TOKENS = 0.7, 64
 RETRY_S, GIVE_UP_S = 1.0, 300.0
 PHASES = ("calm", "killed", "lost")
 """Before the kill; from it on; from the loss of the pod on."""
-_HEADS = ("system", "from", "requests", "failures", "wrong", "computed", "again", "TTFT p50 ms", "p99 ms")
+_HEADS = (
+    "system",
+    "from",
+    "requests",
+    "failures",
+    "wrong",
+    "computed",
+    "again",
+    "TTFT p50 ms",
+    "p99 ms",
+    "turn p50 ms",
+    "p95 ms",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +106,8 @@ class Sample:
     """Time to the first token, from the first try."""
     computed_tokens: int
     failures: int
+    took_ms: float
+    """Time to the last token, from the first try."""
 
     @property
     def recomputed_tokens(self) -> int:
@@ -157,11 +171,11 @@ class Other:
             self._processes.start_again(name)
 
 
-def scheduled(taken: Sequence[Session]) -> list[Asked]:
-    """Return the requests: each session's next one in turn, until all are asked."""
+def scheduled(taken: Sequence[Session], *, calm: bool = False) -> list[Asked]:
+    """Return the requests: each session's next one in turn, until all are asked. `calm`: no failure among them."""
     longest = max(len(session.requests) for session in taken)
     order = [(one, number) for number in range(longest) for one in taken if number < len(one.requests)]
-    kill_at, lose_at = len(order) // 3, 2 * len(order) // 3
+    kill_at, lose_at = (len(order),) * 2 if calm else (len(order) // 3, 2 * len(order) // 3)
     return [
         Asked(one, number, PHASES[(at >= kill_at) + (at >= lose_at)], kills=at == kill_at)
         for at, (one, number) in enumerate(order)
@@ -175,16 +189,13 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=6, help="recorded sessions, 14 at most")
     parser.add_argument("--kv-tokens", type=int, default=4_608, help="tokens that an engine's KV holds")
     parser.add_argument("--cold", type=int, default=12, help="prompts that are computed again, cold")
+    parser.add_argument("--calm", action="store_true", help="without failures; goes to bench_trace_calm.json")
+    parser.set_defaults(out=None)
     options = parser.parse_args()
     os.environ.setdefault("SIDECAR_MEMORY_LIMIT_BYTES", str(MEMORY_BYTES))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    space = (
-        "--max-model-len",
-        str(WINDOW_TOKENS),
-        "--num-gpu-blocks-override",
-        str(options.kv_tokens // ENGINE_BLOCK_TOKENS),
-    )
-    schedule = scheduled(sessions(options.sessions))
+    space = engine_space(options.kv_tokens)
+    schedule = scheduled(sessions(options.sessions), calm=options.calm)
     load, began_s = os.getloadavg(), time.monotonic()
     try:
         for name, pins in PINS.items():
@@ -195,7 +206,7 @@ def main() -> int:
             Processes(Path(directory)) as processes,
             running(stack),
         ):
-            systems = dict(_systems(stack, processes, options.port, space))
+            systems = dict(systems_of(stack, processes, options.port, space))
             samples = {name: list[Sample]() for name in systems}
             for at, asked in enumerate(schedule, 1):
                 with Step(f"request {at} of {len(schedule)}, {asked.phase}"):
@@ -211,13 +222,19 @@ def main() -> int:
     series = {name: [[one.recomputed_tokens, round(one.waited_ms, 1)] for one in samples[name]] for name in samples}
     phases = [asked.phase for asked in schedule]
     write_result(
-        options.out,
+        options.out or RESULTS / f"bench_trace{'_calm' * options.calm}.json",
         {"dtype": "float32", **shape, **taken, "versions": versions, "rows": rows, "phases": phases, "series": series},
     )
     return 0
 
 
-def _systems(stack: Stack, processes: Processes, port: int, space: Sequence[str]) -> Iterator[tuple[str, System]]:
+def engine_space(kv_tokens: int) -> tuple[str, ...]:
+    """Return vLLM's arguments for an engine whose KV holds so many tokens."""
+    return ("--max-model-len", f"{WINDOW_TOKENS}", "--num-gpu-blocks-override", f"{kv_tokens // ENGINE_BLOCK_TOKENS}")
+
+
+def systems_of(stack: Stack, processes: Processes, port: int, space: Sequence[str]) -> Iterator[tuple[str, System]]:
+    """Yield each system by its name, ours first; start the others."""
     yield "ours", Ours(stack)
     first = port + AFTER_STACK
     start_engine(processes, "plain", space, port=first, dtype="float32", env={"VLLM_SERVER_DEV_MODE": "1"})
@@ -255,8 +272,9 @@ def _answered(system: System, asked: Asked) -> Sample:
     finally:
         if killing is not None:
             killing.end()
-    waited_ms = (sent_s - began_s) * 1000 + answer.ttft_ms
-    return Sample(asked, answer.text, waited_ms, answer.computed_tokens, failures)
+    tried_ms = (sent_s - began_s) * 1000
+    took_ms = tried_ms + answer.total_ms
+    return Sample(asked, answer.text, tried_ms + answer.ttft_ms, answer.computed_tokens, failures, took_ms)
 
 
 @dataclass
@@ -301,7 +319,8 @@ def rows_of(name: str, samples: Sequence[Sample], cold: dict[int, str]) -> Itera
     """Yield a system's rows: one for each phase, and one for all."""
     for phase in (*PHASES, "all"):
         of_phase = [at for at, sample in enumerate(samples) if phase in (sample.asked.phase, "all")]
-        waited_ms = [samples[at].waited_ms for at in of_phase if not samples[at].asked.kills]
+        whole = [samples[at] for at in of_phase if not samples[at].asked.kills]
+        waited_ms, took_ms = [one.waited_ms for one in whole], [one.took_ms for one in whole]
         yield {
             "system": name,
             "phase": phase,
@@ -312,6 +331,8 @@ def rows_of(name: str, samples: Sequence[Sample], cold: dict[int, str]) -> Itera
             "recomputed_tokens": sum(samples[at].recomputed_tokens for at in of_phase),
             "ttft_ms_median": percentile(waited_ms),
             "ttft_ms_p99": percentile(waited_ms, 99.0),
+            "turn_ms_median": percentile(took_ms),
+            "turn_ms_p95": percentile(took_ms, 95.0),
         }
 
 

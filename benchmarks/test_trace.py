@@ -27,9 +27,16 @@ def test_sessions_take_turns_and_one_request_kills():
     )
 
 
+def test_a_calm_schedule_has_the_same_requests_and_no_failure():
+    calm, failing = scheduled(sessions(3), calm=True), scheduled(sessions(3))
+
+    assert [(one.session.name, one.number) for one in calm] == [(one.session.name, one.number) for one in failing]
+    assert {(one.phase, one.kills) for one in calm} == {("calm", False)}
+
+
 def test_an_answer_that_differs_from_the_cold_one_is_wrong():
     order = scheduled(sessions(1))[:4]
-    samples = [Sample(asked, "same", 10.0, 5, failures=at) for at, asked in enumerate(order)]
+    samples = [Sample(asked, "same", 10.0, 5, failures=at, took_ms=20.0) for at, asked in enumerate(order)]
 
     *_, whole = rows_of("ours", samples, {0: "same", 2: "other"})
 
@@ -39,7 +46,7 @@ def test_an_answer_that_differs_from_the_cold_one_is_wrong():
 def test_tokens_that_an_earlier_prompt_of_the_session_begins_with_are_recomputed_and_others_new():
     order = scheduled(sessions(1))[:2]
     begun, continued = (len(asked.body["prompt"]) for asked in order)
-    samples = [Sample(asked, "", 10.0, len(asked.body["prompt"]), failures=0) for asked in order]
+    samples = [Sample(asked, "", 10.0, len(asked.body["prompt"]), failures=0, took_ms=20.0) for asked in order]
 
     *_, whole = rows_of("plain", samples, {})
 

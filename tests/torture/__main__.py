@@ -25,7 +25,7 @@ from tests.torture.report import Options, Report
 
 RUNS = ("conversations", "tenants", "races", "orphans", "matrix")
 """What runs without `--only`, in this order, under 25 minutes in all."""
-ON_REQUEST = ("soak", "takeovers", "pauses")
+ON_REQUEST = ("soak", "takeovers", "pauses", "connectors")
 JSON_FILE = Path(".build/torture.json")
 
 

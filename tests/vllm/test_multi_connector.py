@@ -12,9 +12,9 @@ import pytest
 
 from contextcache.names import new_cache_ref
 from kv_sidecar.client import EngineSidecarClient
-from tests.kit.patience import CONNECTOR
+from tests.kit.several_connectors import ORDERS, several
 from tests.kit.sidecar_process import SidecarProcess, fault
-from tests.kit.tiny_engine import SECRET, Start, TinyEngine
+from tests.kit.tiny_engine import Start, TinyEngine
 from tests.kit.tiny_model import make_tiny_model
 from tests.kit.until import wait_until
 
@@ -27,26 +27,7 @@ IN_BLOCKS = 288
 
 
 def start(order: str, sidecar: SidecarProcess, folder: Path) -> TinyEngine:
-    (folder / "secret").write_bytes(SECRET)
-    settings = {"sidecar": sidecar.address, "secret_file": str(folder / "secret"), "layout": "", **CONNECTOR}
-    own = {
-        "kv_connector": "ContextCacheConnector",
-        "kv_connector_module_path": "vllm_plugin.connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": settings,
-    }
-    other = {
-        "kv_connector": "SecondConnector",
-        "kv_connector_module_path": "tests.kit.second_connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder / "other")},
-    }
-    transfer = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [own, other] if order == "ours first" else [other, own]},
-    }
+    transfer = several(order, sidecar.address, folder / "secret", folder / "other")
     arguments = {"disable_hybrid_kv_cache_manager": True, "disable_log_stats": False}
     return TinyEngine(Start(str(folder / "model"), engine_args=arguments, kv_transfer=transfer))
 
@@ -59,7 +40,7 @@ def sidecar(tmp_path: Path) -> Iterator[SidecarProcess]:
     process.kill()
 
 
-@pytest.mark.parametrize("order", ["ours first", "ours last"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_the_first_with_tokens_loads_both_save_and_neither_s_failure_changes_an_answer(
     order: str, sidecar: SidecarProcess, tmp_path: Path
 ) -> None:
