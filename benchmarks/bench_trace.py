@@ -189,8 +189,7 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=6, help="recorded sessions, 14 at most")
     parser.add_argument("--kv-tokens", type=int, default=4_608, help="tokens that an engine's KV holds")
     parser.add_argument("--cold", type=int, default=12, help="prompts that are computed again, cold")
-    parser.add_argument("--calm", action="store_true", help="without failures; goes to bench_trace_calm.json")
-    parser.set_defaults(out=None)
+    parser.add_argument("--calm", action="store_true", help="without failures; the JSON gets _calm in its name")
     options = parser.parse_args()
     os.environ.setdefault("SIDECAR_MEMORY_LIMIT_BYTES", str(MEMORY_BYTES))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -222,7 +221,7 @@ def main() -> int:
     series = {name: [[one.recomputed_tokens, round(one.waited_ms, 1)] for one in samples[name]] for name in samples}
     phases = [asked.phase for asked in schedule]
     write_result(
-        options.out or RESULTS / f"bench_trace{'_calm' * options.calm}.json",
+        options.out.with_stem(options.out.stem + "_calm" * options.calm),
         {"dtype": "float32", **shape, **taken, "versions": versions, "rows": rows, "phases": phases, "series": series},
     )
     return 0
