@@ -397,7 +397,7 @@ async def test_the_turn_middleware_speaks_tls_to_the_manager_and_its_sidecar(cer
             **certificates.settings,
         )
         metrics = TurnMetrics(CollectorRegistry())
-        story = compose_turns(settings, metrics, metrics.process.open_tls(settings.tls))
+        story = compose_turns(settings, metrics, metrics.process.open_tls(settings.tls), lambda _standby: None)
 
         with pytest.raises(ContextNotFound):
             await story.manager.begin_turn("demo", "ctx_1", lease_id="l", lease_ttl_ms=1000)

@@ -139,10 +139,12 @@ class Pod:
         self.lmcache = None if lmcache is None else lmcache(self.clock)
         self.registry = CollectorRegistry()
         self.manager = DirectoryInProcess(**in_valkey(clock=self.clock))
-        self.settings = TurnSettings(secret_file=secret_file, **({"rpc_deadline_ms": 60_000} | settings))
+        # By default a broken answer ends at once.
+        defaults = {"rpc_deadline_ms": 60_000, "resume_timeout_s": 0}
+        self.settings = TurnSettings(secret_file=secret_file, **(defaults | settings))
         self.kv = self.lmcache or SidecarKV(self.sidecar, secret=SECRET, report_deadline_ms=50)
         metrics = TurnMetrics(self.registry)
-        self.story = TurnStory(self.settings, self.manager, self.kv, self.clock, metrics)
+        self.story = TurnStory(self.settings, self.manager, self.kv, self.clock, metrics, lambda _standby: engine)
         self.stuck_after = 1 << 30
         """From its so many-th message on, an answer is not read."""
         self.standby: Standby | None = None

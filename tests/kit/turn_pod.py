@@ -58,7 +58,8 @@ async def running_turn_pod(
     """Serve until the block ends; without a `sidecar`, with one that saves nothing; without `quotas`, with none."""
     secret_file = directory / "pod-secret"
     secret_file.write_bytes(SECRET)
-    settings = TurnSettings(secret_file=secret_file, endpoint_name=name, **settings_)
+    # By default a broken answer ends at once, as most tests of a whole pod want it.
+    settings = TurnSettings(secret_file=secret_file, endpoint_name=name, **({"resume_timeout_s": 0} | settings_))
     story = TurnStory(
         settings,
         ContextManagerClient(f"127.0.0.1:{manager_port}", timeout_s=manager_timeout_s),
@@ -69,6 +70,7 @@ async def running_turn_pod(
         ),
         SystemClock(),
         TurnMetrics(CollectorRegistry()),
+        lambda _standby: engine,
         tracer,
         quotas,
     )

@@ -44,10 +44,9 @@ async def serve(
     registry = CollectorRegistry()
     metrics = TurnMetrics(registry)
     tls = metrics.process.open_tls(settings.tls)
-    story = compose_turns(settings, metrics, tls)
     with closing(bound_listener(settings.listen_host, settings.listen_port)) as listener:
         async with Forwarder(settings.engine_url, silence_s=settings.engine_timeout_s, tls=tls) as engine:
-            story.standbys = lambda standby: engine.at(standby.url)
+            story = compose_turns(settings, metrics, tls, lambda standby: engine.at(standby.url))
             turns = TurnMiddleware(engine, story=story)
             http = HttpServer(
                 _with_own_pages(_timed(turns, metrics), registry),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from context_manager.client import ContextManagerClient
 from contextcache.clock import SystemClock
+from contextcache.identity import Standby
 from contextcache.process.settings import read_secret
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import tracer_of
 from kv_sidecar.client import KVSidecarClient
+from vllm_plugin.turn.engine import ASGIApp
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.sidecar_kv import SidecarKV
@@ -18,8 +22,10 @@ TRANSCRIPT_BYTES_MAX = 128 << 20
 memory for the KV of (2 TiB with an 8B model). A transcript that does not fit costs its next turn one whole reading."""
 
 
-def compose_turns(settings: TurnSettings, metrics: TurnMetrics, tls: WatchedTls | None) -> TurnStory:
-    """Return the story with real adapters.
+def compose_turns(
+    settings: TurnSettings, metrics: TurnMetrics, tls: WatchedTls | None, standbys: Callable[[Standby], ASGIApp]
+) -> TurnStory:
+    """Return the story with real adapters. `standbys` returns the application of another pod's engine.
 
     Nothing is connected before the first turn. Raises OSError or ValueError when the secret cannot serve.
     """
@@ -37,7 +43,7 @@ def compose_turns(settings: TurnSettings, metrics: TurnMetrics, tls: WatchedTls 
     if not settings.lmcache_url:
         quotas = KVSidecarClient(settings.sidecar, timeout_s=timeout_s, tls=tls)
         kv = SidecarKV(quotas, secret=secret, report_deadline_ms=settings.report_deadline_ms)
-        return TurnStory(settings, manager, kv, clock, metrics, tracer, quotas)
+        return TurnStory(settings, manager, kv, clock, metrics, standbys, tracer, quotas)
 
     # Its modules need httpx and gRPC's health service, which a pod with a sidecar may lack.
     from integrations.lmcache.api import LMCacheApi
@@ -51,4 +57,4 @@ def compose_turns(settings: TurnSettings, metrics: TurnMetrics, tls: WatchedTls 
         timeout_s=timeout_s,
     )
     lmcache = LMCacheDoor(api, secret=secret, clock=clock, address=settings.lmcache_listen, tls=tls)
-    return TurnStory(settings, manager, lmcache, clock, metrics, tracer)
+    return TurnStory(settings, manager, lmcache, clock, metrics, standbys, tracer)

@@ -26,7 +26,6 @@ from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, cache_salt, sign_
 from contextcache.model import LoadedKV, ModelId
 from contextcache.names import new_cache_ref
 from vllm_plugin.turn.answer.chat import GIVEN_UP, UNREADABLE, JsonAnswer, SseAnswer
-from vllm_plugin.turn.answer.delivery import Delivery
 from vllm_plugin.turn.answer.events import Event
 from vllm_plugin.turn.answer.plain_diagnostics import Asked, Diagnosed, PlainDiagnostics
 from vllm_plugin.turn.answer.receipt import TIER_SOURCES
@@ -36,7 +35,6 @@ from vllm_plugin.turn.prompt.request import CHAT_PATH, COMPLETIONS_PATH, ClientP
 from vllm_plugin.turn.resuming import Resuming
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.turn import AnsweredRequest, Client
-from vllm_plugin.turn.waiting import TurnPatience
 
 _TTL_S = 3600
 """Seconds for which the KV of a request without a context is kept after its last use: an agent's pause."""
@@ -88,15 +86,13 @@ class KeptRequests:
         group, save_ref = client.identity.kept, new_cache_ref()
         kept = AnsweredRequest(client, request, save_ref=save_ref, session_id=group, is_stream=is_stream)
         reader = partial(_ReadStream if request.stream else _UnreadAnswer, kept)
-        delivery = Delivery(kept, self, TurnPatience(self.settings.engine_timeout_s), reader)
-        resuming = Resuming(
-            kept, delivery, self.settings, self.metrics, partial(self._engine_body, kept, claims, hints)
-        )
+        body_of = partial(self._engine_body, kept, claims, hints)
+        resuming = Resuming(kept, self, reader, self.settings, self.metrics, body_of)
         try:
             async with client.keep_alive.filling(stream=is_stream):
                 await resuming.run()
         except ContextCacheError:
-            if not (client.search.has_left or await delivery.send_refusal()):
+            if not (client.search.has_left or await resuming.delivery.send_refusal()):
                 raise
 
     def _engine_body(
@@ -178,7 +174,7 @@ class _ReadStream(SseAnswer):
     @override
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
         """Return the last events as the engine sent them."""
-        return b"".join(self.last_events())
+        return self.told_end()
 
     @override
     def _take_answer_event(self, event: Event, answer: dict[str, Any]) -> bytes:

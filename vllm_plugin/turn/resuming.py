@@ -11,29 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from opentelemetry.trace import get_current_span
 
-from contextcache.errors import ContextCacheError, EngineFailed, NoReadyEndpoint
+from contextcache.errors import ContextCacheError, NoReadyEndpoint
 from contextcache.names import new_cache_ref
 from contextcache.phases import Phases
-from vllm_plugin.turn.answer.chat import GIVEN_UP, UNREADABLE
-from vllm_plugin.turn.answer.delivery import Delivery
+from vllm_plugin.turn.answer.chat import GIVEN_UP, JsonAnswer, SseAnswer
+from vllm_plugin.turn.answer.delivery import Delivery, Settling
 from vllm_plugin.turn.answer.rest import (
     REPLACED,
     CannotResume,
     Known,
-    PartOfStream,
     Rest,
     check_state,
-    closing_events,
     held_chars,
     rest_fields,
     tells_tokens,
+    usage_event,
 )
 from vllm_plugin.turn.engine import Engine, Message
 from vllm_plugin.turn.metrics import TurnMetrics
@@ -80,18 +79,16 @@ class Resuming:
     """Delivers one answer, part by part. Used by the request's task alone."""
 
     turn: AnsweredRequest
-    delivery: Delivery[Any]
+    settlement: Settling
+    reader: Callable[[], JsonAnswer | SseAnswer]
+    """Returns a reader of the engine's answer that writes the client's."""
     settings: TurnSettings
     metrics: TurnMetrics
     body_of: Callable[[Sequence[int], dict[str, Any]], dict[str, Any] | bytes]
     """Returns the engine's body for a prompt that ends with these ids of the answer, with fields that differ."""
     phase: Phase = Phase.ANSWERING
     _num_engines: int = 0
-    _part: PartOfStream = field(default_factory=PartOfStream)
-    _rest: Rest | None = None
     _num_known: int = 0
-    _withheld: Message | None = None
-    """End of the part, by which the reader knows that the engine gave up."""
     _status: int = 0
     _verdict: CannotResume | None = None
     _has_fault: bool = False
@@ -100,8 +97,9 @@ class Resuming:
     """Time of the loop at the break; 0: none since a chunk arrived."""
 
     def __post_init__(self) -> None:
-        """Take the request's search."""
+        """Take the request's search, and make the delivery."""
         self._search = self.turn.client.search
+        self.delivery = Delivery(self.turn, self.settlement, self.reader, self._note_resumed)
 
     async def run(self) -> None:
         """Deliver the answer. Raises EngineFailed, NoReadyEndpoint when it came to no end, or took too long."""
@@ -125,8 +123,8 @@ class Resuming:
     async def _ask(self, known_ids: Sequence[int]) -> None:
         """Have the engine answer one part, to its end or to a break."""
         turn, patience = self.turn, TurnPatience(self.settings.engine_timeout_s)
+        self.delivery.patience, self._status = patience, 0
         body = self.body_of(known_ids, rest_fields(turn.request, len(known_ids)))
-        self.delivery.patience, self._withheld, self._status = patience, None, 0
         self._search.patiences.add(patience)
         try:
             async with patience.watching():
@@ -136,65 +134,37 @@ class Resuming:
         except TimeoutError:
             log.warning("engine did not end a request", extra={"session_id": turn.session_id})
         except Exception as exc:
-            if self._has_fault or self._search.standbys is None:
+            if self._has_fault:
                 raise
             log.warning("engine broke off", extra={"reason": type(exc).__name__})
         finally:
             self._search.patiences.discard(patience)
 
     async def _take(self, message: Message) -> None:
-        """Take one ASGI message of the engine's; withhold the events by which it gives up."""
-        if self.delivery.complete:
+        """Take one ASGI message of the engine's."""
+        if self.delivery.complete or self._verdict is not None:
             return
         if message["type"] == "http.response.start":
             self._status = message["status"]
-        elif message["type"] == "http.response.body" and self._status == 200:
-            cut = self._cut(message) if self._is_cut else message
-            if cut is None:
-                return
-            message = cut
-            if (
-                self.phase is Phase.ASKED
-                and message.get("body")
-                and (self.turn.is_stream or not message.get("more_body"))
-            ):
-                self._note_resumed()
         try:
             await self.delivery.take(message)
+        except CannotResume as exc:
+            self._verdict = exc
         except Exception:
             self._has_fault = True
             raise
-        if self._rest is not None and self._rest.ended:
+        if self._verdict is not None or ((stream := self._stream) is not None and stream.needs_no_more):
             self.delivery.patience.lose("engine")  # it need not compute on
 
     @property
-    def _is_cut(self) -> bool:
-        """Whether the answer is a stream that can be continued."""
-        return self.turn.request.stream and self._search.standbys is not None
-
-    def _cut(self, message: Message) -> Message | None:
-        """Return the part of a body that may pass."""
-        if self._withheld is not None or self._verdict is not None:
-            return None
-        try:
-            body = self._part.feed(message.get("body", b""))
-        except (CannotResume, *UNREADABLE) as exc:
-            self._verdict = exc if isinstance(exc, CannotResume) else CannotResume("unreadable")
-            self.delivery.patience.lose("engine")
-            return None
-        more = message.get("more_body", False)
-        if self._part.broke_with:
-            self._withheld = {**message, "body": self._part.broke_with, "more_body": False}
-            if more:
-                self.delivery.patience.lose("engine")
-        if self._rest is not None and self._rest.ended:
-            more = False
-        elif not more and self._withheld is None and not self._part.is_done:
-            self._withheld = {**message, "body": b"", "more_body": False}
-        return {**message, "body": body, "more_body": more or self._withheld is not None}
+    def _stream(self) -> SseAnswer | None:
+        """The answer, if it is a stream that can be continued."""
+        return self.delivery.answer if isinstance(self.delivery.answer, SseAnswer) else None
 
     def _note_resumed(self) -> None:
-        """Record that the rest has begun, before its first byte is delivered."""
+        """Record that the rest has begun, if it has, before its first byte is delivered."""
+        if self.phase is not Phase.ASKED:
+            return
         turn = self.turn
         came_from = turn.holder or self.settings.endpoint_name
         turn.holder = self._search.at.name if self._search.at is not None else ""
@@ -221,27 +191,27 @@ class Resuming:
             raise CannotResume(patience.lost_with)
         if self._verdict is not None:
             raise self._verdict
-        gave_up = self.delivery.answer.result.finish_reason in GIVEN_UP
         if not self.turn.request.stream and self.turn.client.keep_alive.has_begun:
             raise CannotResume("unread")
-        if failure is not None and self._status == 200 and not gave_up and self._withheld is None:
+        has_given_up = self.delivery.answer.result.finish_reason in GIVEN_UP
+        if failure is not None and self._status == 200 and not has_given_up:
             raise CannotResume("unreadable")
 
     async def _finished(self) -> bool:
         """End a stream that lacks no token, only its last events; return whether there is one."""
-        result = self.delivery.answer.result
-        if not self._is_cut or result.finish_reason is None:
+        if (stream := self._stream) is None or stream.result.finish_reason is None:
             return False
-        events = closing_events(self._known(result.token_ids), len(result.token_ids))
-        await self._deliver({"type": "http.response.body", "body": events, "more_body": False})
+        token_ids = stream.result.token_ids
+        stream.end(usage_event(self._known(token_ids), len(token_ids)))
+        await self._without_engine(self.delivery.end())
         return True
 
-    async def _deliver(self, message: Message) -> None:
-        """Deliver a message that no engine sends."""
+    async def _without_engine(self, ending: Awaitable[None]) -> None:
+        """Wait until the client has taken the end of its answer."""
         self.delivery.patience = patience = TurnPatience(self.settings.engine_timeout_s)
         try:
             async with patience.watching():
-                await self.delivery.take(message)
+                await ending
         except TimeoutError:
             log.warning("client did not take its answer", extra={"session_id": self.turn.session_id})
 
@@ -288,7 +258,7 @@ class Resuming:
     def _known(self, ids: Sequence[int], text: str = "") -> Known:
         loaded, result = self.turn.loaded, self.delivery.answer.result
         return Known(
-            self._part.head,
+            {} if self._stream is None else self._stream.head,
             len(self.turn.prompt_ids),
             ids,
             text,
@@ -302,14 +272,10 @@ class Resuming:
         turn, result = self.turn, self.delivery.answer.result
         del result.token_ids[len(known.token_ids) :]
         self._num_known = len(known.token_ids)
-        head = self._part.head
-        self._rest = Rest(turn.request, known) if head else None
-        self._part = PartOfStream(self._rest)
-        self._part.head = head
         if turn.save_ref is not None and self._status != NoReadyEndpoint.http_status:
             turn.left_refs, turn.save_ref = (turn.save_ref, *turn.left_refs), new_cache_ref()
         turn.kv_at = self._search.at.kv_at if self._search.at is not None else ""
-        self.delivery.begin_part()
+        self.delivery.begin_part(Rest(turn.request, known) if known.head else None)
         self._advance("rest asked")
         await self._ask(known.token_ids)
 
@@ -319,11 +285,9 @@ class Resuming:
         self._advance("given up")
         if reason == "client":
             self.delivery.patience.lost_with = reason
-        if self._search.standbys is not None and reason != "client" and broke:
+        if reason != "client" and broke:
             self.metrics.resumed_answers.labels(outcome=reason).inc()
             log.warning("answer not resumed", extra={"session_id": self.turn.session_id, "reason": reason})
-        if self._withheld is not None:
-            await self._deliver(self._withheld)
-        if not self.delivery.complete:
-            self.delivery.check_complete()
-            raise EngineFailed("the engine closed the connection before its answer ended")
+        if (stream := self._stream) is not None and stream.error is not None:
+            await self._without_engine(self.delivery.tell_error(stream.error))
+        self.delivery.check_complete()

@@ -40,8 +40,8 @@ class EngineSearch:
     client: Client
     app: ASGIApp
     """This pod's engine."""
-    standbys: Callable[[Standby], ASGIApp] | None
-    """Returns the application of another pod's engine. None: the engine is this process, and answers end with it."""
+    standbys: Callable[[Standby], ASGIApp]
+    """Returns the application of another pod's engine."""
     timeout_s: float
     patiences: set[TurnPatience]
     """Patiences of all requests, which end with the process."""
@@ -62,8 +62,6 @@ class EngineSearch:
         """Raise CannotResume if no other engine may be asked."""
         if self.has_left:
             raise CannotResume("client")
-        if self.standbys is None:
-            raise CannotResume("same_process")
         if self.client.headers.get(HEADER, "").strip().lower() == "off":
             raise CannotResume("opted_out")
 
@@ -107,7 +105,6 @@ class EngineSearch:
             await asyncio.gather(leaving, working, return_exceptions=True)
 
     async def _find(self, attempt: Callable[[Engine], Awaitable[FoundT]]) -> FoundT:
-        assert self.standbys is not None
         standby, waited_s, num_failures = self.client.identity.standby, 0.0, 0
         while num_failures < _FAILURES_MAX:
             if standby is None and self.draining.value:

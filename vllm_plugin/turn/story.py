@@ -52,7 +52,6 @@ from contextcache.process.crash_points import crash_point
 from contextcache.responses import LOOK_UP_S, Labels, generation_named
 from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
 from vllm_plugin.turn.admission import TurnAdmission
-from vllm_plugin.turn.answer.delivery import Delivery
 from vllm_plugin.turn.answer.diagnostics import Cause, Comparison
 from vllm_plugin.turn.answer.repeats import give_again
 from vllm_plugin.turn.answer.rest import CannotResume
@@ -100,12 +99,12 @@ class TurnStory:
     kv: KVStore
     clock: Clock
     metrics: TurnMetrics
+    standbys: Callable[[Standby], ASGIApp]
+    """Returns the application of another pod's engine."""
     tracer: Tracer = NO_TRACER
     """Begins the spans of requests; closed with the story."""
     quotas: KVSidecarClient | None = None
     """Client of the sidecar that counts a tenant's KV; None: no quotas."""
-    standbys: Callable[[Standby], ASGIApp] | None = None
-    """Returns the application of another pod's engine. None: the engine is this process, and answers end with it."""
 
     def __post_init__(self) -> None:
         """Make the parts that belong to the story; nothing is connected yet."""
@@ -286,33 +285,25 @@ class TurnStory:
         if turn.is_create and turn.client.identity.background:
             await self._compute_in_pieces(turn)
         reader = partial(turn.client.dialect.answer, turn)
-        delivery = Delivery(turn, self._settlement, TurnPatience(self.settings.engine_timeout_s), reader)
+        answer = Resuming(turn, self._settlement, reader, self.settings, self.metrics, partial(self._engine_body, turn))
+        crash_point(BEFORE_ENGINE)
+        turn.advance("engine asked")
         if turn.load_refs:
             self.kv.expect_load(turn.request_id)
         try:
             with child_span("turn generate"):
-                await self._generate(turn, delivery)
+                await answer.run()
         except (EngineFailed, NoReadyEndpoint) as exc:
-            lost_with_client = delivery.patience.lost_with == "client"
+            lost_with_client = answer.delivery.patience.lost_with == "client"
             self.metrics.aborts.labels(reason="client" if lost_with_client else "engine").inc()
             if not turn.client.keep_alive.has_begun:
                 raise
             # The stream has begun: closing the connection without `[DONE]` is the only honest way to say it broke.
             log.warning("answer cut off", extra={"session_id": turn.session.session_id, "reason": exc.message})
         finally:
-            delivery.answer.close()
-            await self.kv.forget_load(turn.request_id)
-
-    async def _generate(self, turn: Turn, delivery: Delivery[Turn]) -> None:
-        """Have the engine answer. Raises EngineFailed, NoReadyEndpoint when that came to no end, or took too long."""
-        crash_point(BEFORE_ENGINE)
-        turn.advance("engine asked")
-        answer = Resuming(turn, delivery, self.settings, self.metrics, partial(self._engine_body, turn))
-        try:
-            await answer.run()
-        finally:
             for left in turn.left_refs:
                 self.background.start(self.kv.interrupt(turn.session.tenant, left))
+            await self.kv.forget_load(turn.request_id)
 
     async def _compute_in_pieces(self, turn: Turn) -> None:
         """Have the engine compute most of a new prompt, so that other requests wait for one piece at most.

@@ -11,7 +11,7 @@ import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 from typing_extensions import override
@@ -22,7 +22,7 @@ from contextcache.model import SessionId, UsageFormat
 from contextcache.responses import message_id
 from vllm_plugin.turn.answer.chat import AnswerResult, Dialect, JsonAnswer, SseAnswer, compact_json
 from vllm_plugin.turn.answer.diagnostics import anthropic_diagnostics
-from vllm_plugin.turn.answer.events import Event, EventSplitter
+from vllm_plugin.turn.answer.events import Event
 from vllm_plugin.turn.engine import Engine
 from vllm_plugin.turn.prompt.message_input import Template, chat_of, client_field
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_compared, read_turn
@@ -100,8 +100,6 @@ class _WholeMessage(JsonAnswer):
 class _MessageStream(SseAnswer):
     """An answer as Anthropic's events. The last two, `message_delta` with the usage and `message_stop`, wait."""
 
-    tells_done: ClassVar[bool] = False
-
     def __init__(self, turn: Turn) -> None:
         super().__init__(turn.request)
         self._turn = turn
@@ -124,19 +122,16 @@ class _MessageStream(SseAnswer):
         return b"".join(map(_event, self._told(answer)))
 
     @override
-    def failing(self, event: Event) -> bytes:
+    def failing(self, error: Event) -> bytes:
         """Return an engine's error as Anthropic's."""
-        failure = engine_error(500, event.data or b"")  # in a stream its own status has gone already
+        failure = engine_error(500, error.data or b"")  # in a stream its own status has gone already
         return _event({"type": "error", "error": error_object(failure)})
 
     @override
     def complete(self) -> None:
         """Check that the stream came to its end, and tell that anew: nothing is committed that cannot be told."""
         super().complete()
-        if self.result.error:
-            return
-        *held, _done = EventSplitter().feed(b"".join(self.last_events()))
-        chunks = [json.loads(event.data or b"") for event in held]
+        chunks = self.held_events()
         told = [one for chunk in chunks for one in self._told(chunk)]
         self._last = b"".join(map(_event, (*told, *self._stopped())))
         self._counted = chunks[-1]["usage"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,10 +19,12 @@ from vllm_plugin.turn.answer.events import Event, EventSplitter
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_turn
 
 if TYPE_CHECKING:
+    from vllm_plugin.turn.answer.rest import Rest
     from vllm_plugin.turn.engine import Engine
     from vllm_plugin.turn.turn import Client, Turn
 
 DONE = b"[DONE]"
+_END = b"data: %b\n\n" % DONE
 _ANSWER_BYTES_MAX = 256 << 20
 """Limit of a whole answer, and of the held part of a stream: ten times a long one with 20 log-probabilities a token."""
 _TOOL_CALLS_MAX = 1024
@@ -57,8 +59,6 @@ class AnswerResult:
     """As the engine counts them."""
     kv_transfer: dict[str, Any] = field(default_factory=dict)
     """Report of the engine's connector: a whole answer has it, a stream not."""
-    error: bool = False
-    """The engine broke off with an error event."""
 
     def message(self) -> dict[str, Any]:
         """Return the chat message the client would send back as history."""
@@ -67,16 +67,20 @@ class AnswerResult:
         return {"role": "assistant", "content": self.text or None, "tool_calls": self.tool_calls}
 
     def finish(self, *, prefill_only: bool) -> None:
-        """Raise when the engine gave the answer up: NoReadyEndpoint before its first token, else EngineFailed.
+        """Raise `given_up` for an answer that the engine gave up.
 
         `prefill_only`: the answer is empty, although the engine had to sample one token.
         """
-        if self.finish_reason in GIVEN_UP and not self.token_ids:
-            raise NoReadyEndpoint("the engine accepts no more turns", retry_after_s=1)
         if self.finish_reason in GIVEN_UP:
-            raise EngineFailed("the engine failed before the answer ended")
+            raise self.given_up()
         if prefill_only:
             self.token_ids, self.text, self.tool_calls, self.completion_tokens = [], "", [], 0
+
+    def given_up(self) -> ContextCacheError:
+        """Return the error of an answer that the engine gave up."""
+        if not self.token_ids:
+            return NoReadyEndpoint("the engine accepts no more turns", retry_after_s=1)
+        return EngineFailed("the engine failed before the answer ended")
 
     def take_usage(self, completion_tokens: Any, prompt_details: Any) -> None:
         """Read the parts of the engine's usage object."""
@@ -96,7 +100,7 @@ class AnswerResult:
         text, self.text = self.text, ""
         text += choice.get("text") or part.get("content") or ""
         self.text = text
-        if part.get("reasoning") or part.get("reasoning_content"):
+        if part.get("reasoning"):
             self.has_reasoning = True
         if (logprobs := choice.get("logprobs")) and (offsets := logprobs.get("text_offset")):
             self.text_offset = offsets[-1] + len(logprobs["tokens"][-1])
@@ -169,6 +173,10 @@ class JsonAnswer:
             raise EngineFailed("the engine's answer has no end")
         return b""
 
+    def is_over(self, *, more: bool) -> bool:
+        """Return whether the engine's answer has ended. `more`: whether it sends more bytes."""
+        return not more
+
     def complete(self) -> None:
         """Read the body. Raises EngineFailed when it is not an answer, NoReadyEndpoint when the engine gave it up."""
         try:
@@ -190,21 +198,15 @@ class JsonAnswer:
 
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
         """Return the body with the turn's usage and session fields."""
-        return json.dumps({**self._stripped(), **session, "usage": usage}).encode()
-
-    def close(self) -> None:
-        """End the answer early or late: no more is read."""
-
-    def _stripped(self) -> dict[str, Any]:
         _strip(self._answer, keep_token_ids=self._request.wants_token_ids)
-        return self._answer
+        return json.dumps({**self._answer, **session, "usage": usage}).encode()
 
 
 class SseAnswer:
-    """An answer as a stream of events; events may be cut anywhere between two chunks."""
+    """An answer as a stream of events; events may be cut anywhere between two chunks.
 
-    tells_done: ClassVar[bool] = True
-    """After an error in the stream too, as vLLM does."""
+    Several engines may send it: after a break, `rest` makes the next engine's events those of the first.
+    """
 
     def __init__(self, request: TurnRequest, *, counts_whole_prompt: bool = True) -> None:
         """`counts_whole_prompt`: its usage counts the prompt as the engine's does (`UsageFormat.OPENAI`)."""
@@ -212,11 +214,19 @@ class SseAnswer:
         self._tells_running_usage = request.wants_usage_chunk and counts_whole_prompt and not request.prefill_only
         """Computed tokens are known at the end only, so a stream that counts those has no usage before."""
         self._splitter = EventSplitter()
+        self.head: dict[str, Any] = {}
+        """`id`, `object`, `created` and `model` of the first event."""
+        self.rest: Rest | None = None
+        self.is_done = False
+        """The answer has its end."""
+        self.gave_up = False
+        """The engine said that it ends early."""
+        self.error: Event | None = None
+        """The engine's error, if it told one."""
         self._finish_events: list[dict[str, Any]] = []
         """The one with the finish reason, and whatever follows it."""
         self._usage_event: dict[str, Any] | None = None
         self._held_bytes = 0
-        self._done = False
         self.result = AnswerResult()
 
     def feed(self, chunk: bytes) -> bytes:
@@ -228,12 +238,30 @@ class SseAnswer:
         except UNREADABLE as exc:
             raise EngineFailed("the engine sent an invalid event") from exc
 
+    @property
+    def needs_no_more(self) -> bool:
+        """Whether the engine's later events are not read."""
+        return self.gave_up or (self.rest is not None and self.rest.ended)
+
+    def is_over(self, *, more: bool) -> bool:
+        """Return whether the stream has ended. One that breaks off may go on elsewhere."""
+        return self.is_done and (not more or self.needs_no_more)
+
+    def begin_rest(self, rest: Rest | None) -> None:
+        """Read on from another engine; None: it begins the answer."""
+        self.rest, self._splitter = rest, EventSplitter()
+        self.gave_up, self.error = False, None
+
+    def end(self, usage_event: dict[str, Any]) -> None:
+        """End the answer without the engine, which has sent the last token."""
+        self._usage_event, self.is_done, self.gave_up = usage_event, True, False
+
     def complete(self) -> None:
         """Check that the stream came to its proper end. Raises EngineFailed, NoReadyEndpoint."""
-        if self.result.error:
-            return
+        if self.gave_up:
+            raise self.result.given_up()
         self.result.finish(prefill_only=self._request.prefill_only)
-        if not self._done or not self._finish_events or self._usage_event is None:
+        if not self.is_done or not self._finish_events or self._usage_event is None:
             raise EngineFailed("the engine's stream broke")
 
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
@@ -244,42 +272,49 @@ class SseAnswer:
         """
         last = (self._usage_event if self._request.wants_usage_chunk else None) or self._finish_events[-1]
         last |= {**session, "usage": usage}
-        return b"".join(self.last_events())
+        return self.told_end()
 
-    def last_events(self) -> list[bytes]:
-        """Return the held events: the finish reason, the usage event if the client asked for one, `[DONE]`."""
+    def told_end(self) -> bytes:
+        """Return the held events and `[DONE]`."""
+        return b"".join(b"data: %b\n\n" % compact_json(event) for event in self.held_events()) + _END
+
+    def held_events(self) -> list[dict[str, Any]]:
+        """Return the held events: the finish reason, and the usage event if the client asked for one."""
         for event in self._finish_events:
             _strip(event, keep_token_ids=self._request.wants_token_ids)
-        events = list(self._finish_events)
-        if self._request.wants_usage_chunk and self._usage_event is not None:
-            events.append(self._usage_event)
-        whole = (*(compact_json(event) for event in events), DONE)
-        return [Event(b"", b"").with_data(data) for data in whole]
+        if not self._request.wants_usage_chunk or self._usage_event is None:
+            return self._finish_events
+        return [*self._finish_events, self._usage_event]
 
     def passing(self, event: Event, answer: dict[str, Any]) -> bytes:
         """Return the client's bytes of an event before the last ones."""
         return event.with_data(compact_json(answer))
 
-    def failing(self, event: Event) -> bytes:
-        """Return the client's bytes of an error in the stream."""
-        return event.raw
-
-    def close(self) -> None:
-        """End the answer early or late: no more is read."""
+    def failing(self, error: Event) -> bytes:
+        """Return the client's last bytes for an error of the engine's in the stream."""
+        return error.raw + _END
 
     def _take_event(self, event: Event) -> bytes:
+        if self.needs_no_more:
+            return b""
         if event.data is None:
             return event.raw  # comments and keep-alives
         if event.data.strip() == DONE:
-            self._done = True
-            return event.raw if self.result.error and self.tells_done else b""
-        if self._done:
+            self.is_done = True
+            return b""
+        if self.is_done:
             raise EngineFailed("the engine sent data after the end")
         answer = _decoded(event.data)
-        if answer.get("error"):
-            self.result.error = True
-            return self.failing(event)
-        return self._take_answer_event(event, answer)
+        if has_error := bool(answer.get("error")):
+            self.error = event
+        self.gave_up = has_error or (answer.get("choices") or [{}])[0].get("finish_reason") in GIVEN_UP
+        if self.gave_up or (self.rest is not None and not self.rest.take(answer)):
+            return b""
+        self.head = self.head or {name: answer[name] for name in ("id", "object", "created", "model") if name in answer}
+        passing = self._take_answer_event(event, answer)
+        if self.rest is not None and self.rest.ended:
+            self.end(self.rest.usage_event())
+        return passing
 
     def _take_answer_event(self, event: Event, answer: dict[str, Any]) -> bytes:
         if usage := answer.get("usage"):

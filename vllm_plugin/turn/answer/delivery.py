@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from contextcache.errors import ContextCacheError, EngineFailed
 from contextcache.process.crash_points import crash_point
 from vllm_plugin.turn.answer.chat import JsonAnswer, SseAnswer
+from vllm_plugin.turn.answer.events import Event
+from vllm_plugin.turn.answer.rest import Rest
 from vllm_plugin.turn.crash_points import COMMITTED, MID_STREAM
 from vllm_plugin.turn.engine import Message
 from vllm_plugin.turn.refusals import engine_error
@@ -24,34 +26,31 @@ _REFUSAL_BYTES_MAX = 1 << 20
 _REPLACED_HEADERS = frozenset({b"content-length", b"server-timing"})
 
 
-RequestT = TypeVar("RequestT", bound=AnsweredRequest)
-RequestT_contra = TypeVar("RequestT_contra", bound=AnsweredRequest, contravariant=True)
-
-
-class Settling(Protocol[RequestT_contra]):
+class Settling(Protocol):
     """The end of a request on our side, around its answer's bytes."""
 
-    async def stream_receipt(self, turn: RequestT_contra, /) -> list[tuple[str, str]]:
+    async def stream_receipt(self, turn: Any, /) -> list[tuple[str, str]]:
         """Return a stream's headers at its first token."""
 
-    async def settle(
-        self, turn: RequestT_contra, answer: JsonAnswer | SseAnswer, /
-    ) -> tuple[list[tuple[str, str]], bytes]:
+    async def settle(self, turn: Any, answer: JsonAnswer | SseAnswer, /) -> tuple[list[tuple[str, str]], bytes]:
         """End the request. Return the headers and the end of the client's answer."""
 
-    async def abort(self, turn: RequestT_contra, /) -> None:
+    async def abort(self, turn: Any, /) -> None:
         """End a request whose answer broke off."""
 
 
 @dataclass
-class Delivery(Generic[RequestT]):
+class Delivery:
     """Delivers one answer. The turn is settled once, after the engine's last token."""
 
-    turn: RequestT
-    settlement: Settling[RequestT]
-    patience: TurnPatience
+    turn: AnsweredRequest
+    settlement: Settling
     reader: Callable[[], JsonAnswer | SseAnswer]
     """Returns a reader of the engine's answer that writes the client's."""
+    on_read: Callable[[], None]
+    """Called before a part of the answer is delivered."""
+    patience: TurnPatience = field(init=False)
+    """Patience with the engine that is asked now."""
     complete: bool = False
     """The client has been sent everything."""
     _start: Message = field(default_factory=dict)
@@ -64,12 +63,13 @@ class Delivery(Generic[RequestT]):
         self.answer = self.reader()
         self._client, self._recording = self.turn.client, self.turn.recording
 
-    def begin_part(self) -> None:
+    def begin_part(self, rest: Rest | None) -> None:
         """Read on after a break, from another engine. Nothing of a whole answer has been delivered: read it anew."""
         self.failure, self._start = None, {}
         self._refused.clear()
-        if not self.turn.request.stream:
-            self.answer.close()
+        if isinstance(self.answer, SseAnswer):
+            self.answer.begin_rest(rest)
+        else:
             self.answer = self.reader()
 
     async def take(self, message: Message) -> None:
@@ -103,31 +103,30 @@ class Delivery(Generic[RequestT]):
         if self._start["status"] != 200:
             self._take_refusal(body, more=more)
             return
-        if passing := self.answer.feed(body):  # of a stream alone
+        passing = self.answer.feed(body)
+        if passing or self.answer.result.finish_reason:
+            self.on_read()
+        if passing:  # of a stream alone
             if not self._client.keep_alive.has_begun:
                 await self._begin_stream()
             if self._recording is not None:
                 self._recording.add(passing)
             await self._send_body(passing, more=True)
             crash_point(MID_STREAM)
-        if not more:
-            await self._end()
+        if self.answer.is_over(more=more):
+            await self.end()
 
     def _take_refusal(self, body: bytes, *, more: bool) -> None:
         self._refused += body[: _REFUSAL_BYTES_MAX - len(self._refused)]
         if not more:
             raise engine_error(self._start["status"], bytes(self._refused))
 
-    async def _end(self) -> None:
-        """Settle the turn of a whole answer, and send its end."""
+    async def end(self) -> None:
+        """Settle the turn of a whole answer, and send its end. Raises EngineFailed, NoReadyEndpoint."""
         self.answer.complete()
+        self.on_read()
         if isinstance(self.answer, SseAnswer) and not self._client.keep_alive.has_begun:
             await self._begin_stream()
-        if self.answer.result.error:
-            with self.patience.with_ourselves():
-                await self.settlement.abort(self.turn)
-            await self._send_body(b"", more=False)
-            return
         with self.patience.with_ourselves():
             headers, end = await self.settlement.settle(self.turn, self.answer)
         crash_point(COMMITTED)
@@ -160,12 +159,23 @@ class Delivery(Generic[RequestT]):
         await self._client.send({"type": "http.response.body", "body": bytes(self._refused), "more_body": False})
         return True
 
+    async def tell_error(self, error: Event) -> None:
+        """End a stream with the error that its engine told in it."""
+        assert isinstance(self.answer, SseAnswer), "a stream's"
+        if not self._client.keep_alive.has_begun:
+            await self._begin_stream()
+        with self.patience.with_ourselves():
+            await self.settlement.abort(self.turn)
+        await self._send_body(self.answer.failing(error), more=False)
+
     def check_complete(self) -> None:
-        """Raise the failure, or EngineFailed when the engine ended before its answer did."""
+        """Raise the failure, or EngineFailed or NoReadyEndpoint when the engine ended before its answer did."""
         if self.failure is not None:
             raise self.failure
         if self.complete:
             return
+        if isinstance(self.answer, SseAnswer) and self.answer.gave_up:
+            raise self.answer.result.given_up()
         if lost_with := self.patience.lost_with:
             raise EngineFailed(f"the {lost_with} left or reached its time limit")
         raise EngineFailed("the engine closed the connection before its answer ended")

@@ -14,7 +14,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -34,7 +34,7 @@ from contextcache.responses import (
 )
 from vllm_plugin.turn.answer.chat import UNREADABLE, AnswerResult, Dialect, JsonAnswer, SseAnswer, compact_json
 from vllm_plugin.turn.answer.diagnostics import openai_diagnostics
-from vllm_plugin.turn.answer.events import Event, EventSplitter
+from vllm_plugin.turn.answer.events import Event
 from vllm_plugin.turn.answer.response_output import ResponseOutput
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_compared, read_turn
 from vllm_plugin.turn.prompt.response_input import ToolNames, chat_fields, client_field
@@ -186,8 +186,6 @@ class _WholeResponse(JsonAnswer):
 class _ResponseStream(SseAnswer):
     """A response as events. The last one, with the whole response, waits for the commit."""
 
-    tells_done: ClassVar[bool] = False
-
     def __init__(self, turn: Turn) -> None:
         super().__init__(turn.request)
         self._response = _Response(turn)
@@ -196,23 +194,20 @@ class _ResponseStream(SseAnswer):
 
     @override
     def passing(self, event: Event, answer: dict[str, Any]) -> bytes:
-        return b"" if self.result.error else self._told(answer)
+        return self._told(answer)
 
     @override
-    def failing(self, event: Event) -> bytes:
-        failure = engine_error(500, event.data or b"")  # in a stream its own status has gone already
-        error = {"code": "server_error", "message": failure.message}
-        return self._begun() + self._lifecycle(self._response.told("failed", error=error))
+    def failing(self, error: Event) -> bytes:
+        failure = engine_error(500, error.data or b"")  # in a stream its own status has gone already
+        told = {"code": "server_error", "message": failure.message}
+        return self._begun() + self._lifecycle(self._response.told("failed", error=told))
 
     @override
     def complete(self) -> None:
         """Check that the stream came to its end, and tell that: nothing is committed that cannot be told."""
         super().complete()
-        if self.result.error:
-            return
         try:
-            held = [event.data or b"" for event in EventSplitter().feed(b"".join(self.last_events()))]
-            self._end = b"".join(self._told(json.loads(data)) for data in held[:-1])  # the last says [DONE]
+            self._end = b"".join(map(self._told, self.held_events()))
             self._end += self._written(self._response.output.end())
         except UNREADABLE as exc:
             raise EngineFailed("the engine sent an invalid event") from exc

@@ -10,14 +10,11 @@ rest ourselves, as vLLM 0.32 v1/engine/detokenizer.py `check_stop_strings` does,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from contextcache.errors import EngineFailed
-from vllm_plugin.turn.answer.chat import DONE, GIVEN_UP, UNREADABLE, AnswerResult, compact_json
-from vllm_plugin.turn.answer.events import EVENT_BYTES_MAX, EventSplitter
+from vllm_plugin.turn.answer.chat import AnswerResult
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest
 
 REPLACED = "\ufffd"
@@ -36,9 +33,6 @@ _STATES: Mapping[str, str] = {
 anew. `repetition_penalty` counts the prompt's tokens too, so it stays right."""
 _COMPLETION_MAX_TOKENS = 16
 """vLLM's default for completions; a chat has none."""
-_END = b"data: %b\n\n" % DONE
-_ERROR, _ABORT = b'"error"', b'"abort"'
-"""Every event by which an engine gives up has one of them. In a text the quotation marks are escaped."""
 
 
 class CannotResume(Exception):
@@ -118,11 +112,10 @@ class Known:
     """Prompt tokens that the first engine did not compute; None: the next engine begins anew, and counts them."""
 
 
-def closing_events(known: Known, num_tokens: int) -> bytes:
-    """Return the usage event and the end of a stream. `num_tokens`: number of sampled tokens."""
+def usage_event(known: Known, num_tokens: int) -> dict[str, Any]:
+    """Return the usage event of a stream. `num_tokens`: number of sampled tokens."""
     usage = {"prompt_tokens_details": {"cached_tokens": known.cached_tokens or 0}}
-    told = {**known.head, "choices": [], "usage": _summed(usage, known, num_tokens)}
-    return b"data: %b\n\n%b" % (compact_json(told), _END)
+    return {**known.head, "choices": [], "usage": _summed(usage, known, num_tokens)}
 
 
 def _summed(usage: dict[str, Any], known: Known, num_tokens: int) -> dict[str, Any]:
@@ -130,51 +123,6 @@ def _summed(usage: dict[str, Any], known: Known, num_tokens: int) -> dict[str, A
     if known.cached_tokens is not None and (details := usage.get("prompt_tokens_details")):
         counts["prompt_tokens_details"] = {**details, "cached_tokens": known.cached_tokens}
     return {**usage, **counts, "total_tokens": known.num_prompt_tokens + num_tokens}
-
-
-class PartOfStream:
-    """Bytes of one part on their way to the reader: whole events, up to the one by which the engine gives up."""
-
-    def __init__(self, rest: Rest | None = None) -> None:
-        """`rest`: rewrites the events of a later part; None: the first part, which passes byte for byte."""
-        self._rest = rest
-        self._partial = bytearray()
-        self.head: dict[str, Any] = {}
-        """See `Known.head`; empty until the first event."""
-        self.broke_with = b""
-        """Event by which the engine gave up, and the end of its stream."""
-        self.is_done = False
-        """The engine has sent the end of its stream."""
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Take bytes, return those that may pass. Raises EngineFailed for an event without an end."""
-        if self._partial or not chunk.endswith(b"\n\n"):
-            self._partial += chunk
-            end = max(self._partial.rfind(b"\n\n") + 2, self._partial.rfind(b"\n\r\n") + 3)
-            end = end if end > len(b"\r\n") else 0
-            chunk, self._partial = bytes(self._partial[:end]), self._partial[end:]
-            if len(self._partial) > EVENT_BYTES_MAX:
-                raise EngineFailed("the engine sent an event without an end")
-        self.is_done = self.is_done or chunk.endswith(_END)
-        if self._rest is None and self.head and _ERROR not in chunk and _ABORT not in chunk:
-            return chunk
-        return b"".join(self._take(event.raw, event.data) for event in EventSplitter().feed(chunk))
-
-    def _take(self, raw: bytes, data: bytes | None) -> bytes:
-        if self.broke_with:
-            return b""
-        try:
-            told = json.loads(data or b"")
-            choice = (told.get("choices") or [{}])[0]
-            gave_up = bool(told.get("error")) or choice.get("finish_reason") in GIVEN_UP
-        except UNREADABLE:
-            return raw  # a comment, the end, or nothing that we know: the reader decides
-        if gave_up:
-            self.broke_with = raw + _END
-            return b""
-        if not self.head:
-            self.head = {name: told[name] for name in ("id", "object", "created", "model") if name in told}
-        return raw if self._rest is None else self._rest.take(told)
 
 
 class Rest:
@@ -197,18 +145,22 @@ class Rest:
         self.ended = False
         """A stop string ended the answer; the engine does not know."""
 
-    def take(self, told: dict[str, Any]) -> bytes:
-        """Return the bytes of an event. Raises CannotResume, and the errors in UNREADABLE."""
-        if self.ended:
-            return b""
+    def take(self, told: dict[str, Any]) -> bool:
+        """Rewrite an event; return whether it has a part of the answer.
+
+        Raises CannotResume, and the errors in `chat.UNREADABLE`.
+        """
         told |= self._known.head
         choices = told.get("choices") or []
         if choices and not self._take_choice(told, choices[0]):
-            return b""
+            return False
         if usage := told.get("usage"):
             told["usage"] = _summed(usage, self._known, self._num_tokens)
-        event = b"data: %b\n\n" % compact_json(told)
-        return event + closing_events(self._known, self._num_tokens) if self.ended else event
+        return True
+
+    def usage_event(self) -> dict[str, Any]:
+        """Return the usage event of an answer that a stop string ended."""
+        return usage_event(self._known, self._num_tokens)
 
     def _take_choice(self, told: dict[str, Any], choice: dict[str, Any]) -> bool:
         """Rewrite the event's choice; return whether the event has a part of the answer."""
@@ -218,7 +170,7 @@ class Rest:
         if self._key == "content" and "token_ids" not in choice:
             return False  # names the role again
         self._num_tokens += len(choice.get("token_ids") or ())
-        if self._known.token_ids and (told_by.get("reasoning") or told_by.get("reasoning_content")):
+        if self._known.token_ids and told_by.get("reasoning"):
             raise CannotResume("reasoning")  # the first part had none
         if offsets := (choice.get("logprobs") or {}).get("text_offset"):
             choice["logprobs"]["text_offset"] = [self._known.text_offset + offset for offset in offsets]

@@ -95,13 +95,13 @@ def test_a_stream_without_its_end_is_no_answer(end):
         answer.complete()
 
 
-def test_an_error_event_passes_and_marks_the_answer():
+def test_an_error_event_waits_until_no_other_engine_goes_on():
     answer = SseAnswer(request(stream=True))
+    told = event(error={"message": "boom"})
 
-    passed = answer.feed(event(error={"message": "boom"}) + b"data: [DONE]\n\n")
-
-    assert passed.endswith(b"data: [DONE]\n\n")
-    assert answer.result.error
+    assert answer.feed(told + text_event("a", [1]) + b"data: [DONE]\n\n") == b""
+    assert answer.gave_up
+    assert answer.failing(answer.error) == told + b"data: [DONE]\n\n"
 
 
 def test_token_ids_stay_for_a_client_that_asked_for_them():

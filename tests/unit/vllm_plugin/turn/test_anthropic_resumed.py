@@ -15,7 +15,7 @@ pytestmark = pytest.mark.looptime
 
 async def events_of(tmp_path, *breaks):
     """Return the events of a turn's stream whose engine breaks."""
-    pod = Pod(tmp_path, BreakingEngine())
+    pod = Pod(tmp_path, BreakingEngine(), resume_timeout_s=60)
     standby = BreakingEngine("standby")
     pod.story.standbys = lambda said: standby
     pod.standby = Standby("pod-b", "http://10.0.0.8:8000", "10.0.0.8:9000", "10.0.0.7:9000")

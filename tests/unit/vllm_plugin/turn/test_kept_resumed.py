@@ -31,7 +31,7 @@ OFF = [(b"x-context-resume", b"off")]
 @pytest.fixture
 def pod_of(tmp_path):
     def made(engine=None, standby=None, **settings):
-        pod = Pod(tmp_path, engine or BreakingEngine(), **settings)
+        pod = Pod(tmp_path, engine or BreakingEngine(), **({"resume_timeout_s": 60} | settings))
         pod.story.standbys = lambda said: standby
         pod.standby = None if standby is None else STANDBY
         return pod
@@ -172,7 +172,7 @@ async def test_other_dialects_wait_for_the_engine(tmp_path, path, stream):
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
         await send({"type": "http.response.body", "body": b"event: message_stop\n\n", "more_body": False})
 
-    pod = Pod(tmp_path, engine)
+    pod = Pod(tmp_path, engine, resume_timeout_s=60)
     pod.story.standbys = lambda said: None
 
     answer = await pod.post(path, {"model": "m", "messages": [], "stream": stream}, pod.identity(kept=GROUP))

@@ -119,10 +119,10 @@ async def test_a_mistake_in_a_response_is_the_clients(pod, caplog, wrong, param)
 async def test_a_fault_of_ours_is_logged_without_what_the_request_says(pod, caplog, is_stream):
     """Seen to fail: the traceback ended with an exception's message, which quoted the prompt."""
 
-    def broken(_ids):
+    def broken(*_):
         raise ZeroDivisionError(SECRET_WORDS)
 
-    pod.engine.answer = broken
+    pod.story.kv.order = broken
     answer = await pod.create(prompt=SECRET_WORDS, stream=is_stream)
 
     assert (answer.status, answer.json["error"]["code"]) == (502, "engine_error")

@@ -25,7 +25,7 @@ HOWS = ("raise", "return", "error", "abort")
 @pytest.fixture
 def pod_of(tmp_path):
     def made(engine, standby=None, **settings):
-        pod = Pod(tmp_path, engine, **settings)
+        pod = Pod(tmp_path, engine, **({"resume_timeout_s": 60} | settings))
         pod.story.standbys = lambda said: standby
         pod.standby = None if standby is None else STANDBY
         return pod
@@ -418,16 +418,6 @@ async def test_a_client_may_opt_out(pod_of):
     assert "EngineCore died" in answer.body.decode()
     assert not stream.complete
     assert outcomes(pod) == {"opted_out": 1}
-
-
-async def test_an_engine_in_the_same_process_is_not_waited_for(pod_of):
-    pod = pod_of(BreakingEngine())
-    pod.story.standbys = None
-
-    _, _, answer = await broken(pod, (4, "error"))
-
-    assert "EngineCore died" in answer.body.decode()
-    assert outcomes(pod) == {}
 
 
 async def test_a_request_that_the_next_engine_refuses_ends_the_answer(pod_of):

@@ -64,7 +64,7 @@ class Choking(Leaving):
 @pytest.fixture
 def pod_of(tmp_path):
     def made(standby=None, **settings):
-        pod = Pod(tmp_path, Leaving(), **settings)
+        pod = Pod(tmp_path, Leaving(), **({"resume_timeout_s": 60} | settings))
         pod.story.standbys = lambda said: standby
         pod.standby = None if standby is None else STANDBY
         return pod
