@@ -108,7 +108,6 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
         "lmcache_listen": _FIXED,
         "secret_file": "signing",
         "endpoint_name": "the pod's name",
-        "single_tenant": _UNUSED,
     },
     "INJECTOR_": {
         **_METRICS,

@@ -84,8 +84,8 @@ class KeptRequests:
         hints = Hints(read_hints(claims.value("kv_hints")), marked_ms(claims.body))
         request, is_stream = read
         group, save_ref = client.identity.kept, new_cache_ref()
-        kept = AnsweredRequest(client, request, save_ref=save_ref, session_id=group, is_stream=is_stream)
-        reader = partial(_ReadStream if request.stream else _UnreadAnswer, kept)
+        kept = AnsweredRequest(client, request, save_ref=save_ref, session_id=group)
+        reader = partial(_ReadStream, kept) if request.stream else partial(_UnreadAnswer, kept, is_stream=is_stream)
         body_of = partial(self._engine_body, kept, claims, hints)
         resuming = Resuming(kept, self, reader, self.settings, self.metrics, body_of)
         try:
@@ -133,7 +133,7 @@ class KeptRequests:
         self, kept: AnsweredRequest, answer: JsonAnswer | SseAnswer
     ) -> tuple[list[tuple[str, str]], bytes]:
         """Return the headers of a whole answer, and the end of the bytes."""
-        is_counted = kept.is_stream and kept.request.path != RESPONSES_PATH
+        is_counted = kept.client.keep_alive.has_begun and kept.request.path != RESPONSES_PATH
         return [] if is_counted else await self._receipt(kept, is_whole=True), answer.closing({}, {})
 
     async def abort(self, kept: AnsweredRequest) -> None:
@@ -187,9 +187,9 @@ class _ReadStream(SseAnswer):
 class _UnreadAnswer(JsonAnswer):
     """Answer of any kind, byte for byte."""
 
-    def __init__(self, kept: AnsweredRequest) -> None:
+    def __init__(self, kept: AnsweredRequest, *, is_stream: bool) -> None:
         super().__init__(kept.request)
-        self._is_stream = kept.is_stream
+        self._is_stream = is_stream
 
     @override
     def feed(self, chunk: bytes) -> bytes:

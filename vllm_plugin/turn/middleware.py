@@ -1,15 +1,15 @@
 """The ASGI middleware around the engine: it runs turns and passes other requests. Thin.
 
-It acts on requests with a valid `x-context-identity` header, or, in single-tenant mode, on all that could create or
-name a context; and on those that passed a gateway that was away. Every other request is counted for its tenant and
-passes without being looked at. `/health` tells the gateway's probe the requests in flight of each tenant.
+It acts on requests with a valid `x-context-identity` header, and on those that passed a gateway that was away. Every
+other request is counted for its tenant and passes without being looked at. `/health` tells the gateway's probe the
+requests in flight of each tenant.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -17,12 +17,10 @@ from opentelemetry.trace import SpanKind
 
 from contextcache.claim import (
     RESPONSES_PATH,
-    SESSION_HEADER,
     TURN_PATHS,
     is_opaque,
     read_claims,
     read_object,
-    refuse_session,
     remove_forbidden_keys,
 )
 from contextcache.errors import (
@@ -48,7 +46,6 @@ from contextcache.identity import (
     tenant_tag,
 )
 from contextcache.model import NewSession, SessionId
-from contextcache.names import new_session_id
 from contextcache.process.logs import traceback_without_messages
 from contextcache.process.settings import read_secret
 from contextcache.requests import LargeBodies, TakeBytes, joined_headers
@@ -124,26 +121,26 @@ class TurnMiddleware:
         raw = ((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"])
         headers = joined_headers(raw)
         engine = Engine(self._app, scope)
-        client = Client(scope, headers, self._tag_of(headers), receive, answering, answering, engine)
+        tag = "" if UNROUTED_HEADER in headers else read_tag(headers.get(TENANT_HEADER, ""))
+        client = Client(scope, headers, tag, receive, answering, answering, engine)
         token = headers.get(IDENTITY_HEADER)
-        is_unrouted = token is None and UNROUTED_HEADER in headers
         is_signed = token is not None and client.path in _PATHS
         try:
             with self._story.admission.request(client.tag) if client.tag else nullcontext():
-                if is_unrouted or is_signed or self._settings.single_tenant:
-                    await self._answer_client(client, token, is_unrouted=is_unrouted)
+                if is_signed or (token is None and UNROUTED_HEADER in headers):
+                    await self._answer_client(client, token)
                 else:
                     await self._hand_over(client.tag, scope, receive, answering)
         except TooManyInFlight as exc:
             await self._refuse(exc, answering)
 
-    async def _answer_client(self, client: Client, token: str | None, *, is_unrouted: bool) -> None:
-        """Run a request's turn, or pass it; errors are told here."""
+    async def _answer_client(self, client: Client, token: str | None) -> None:
+        """Run a request's turn, or pass it; errors are told here. `token`: signed identity; None: it is unrouted."""
         answering = client.keep_alive
         try:
             answering.silence_s = read_keep_alive(client.headers)
-            if is_unrouted or client.path not in _PATHS:
-                await self._pass_without_context(client, is_unrouted=is_unrouted)
+            if token is None:
+                await self._pass_unrouted(client)
             else:
                 parent = client.headers.get(TRACEPARENT, "")
                 with self._story.tracer.span(f"turn {client.path}", kind=SpanKind.SERVER, parent=parent):
@@ -161,12 +158,6 @@ class TurnMiddleware:
                 raise failed from None
             await self._refuse(failed, answering)
 
-    def _tag_of(self, headers: Mapping[str, str]) -> str:
-        """Return the tag of the request's tenant; empty: the gateway sent none."""
-        if self._settings.single_tenant:
-            return tenant_tag(self._settings.single_tenant, self._secret)
-        return "" if UNROUTED_HEADER in headers else read_tag(headers.get(TENANT_HEADER, ""))
-
     def _telling_in_flight(self, send: Send) -> Send:
         """Return a `send` that adds the requests in flight by tenant, for the gateway's probe."""
 
@@ -181,13 +172,8 @@ class TurnMiddleware:
 
         return told
 
-    async def _turn(self, client: Client, token: str | None) -> None:
-        if token is None:
-            request_id = client.headers.get("x-request-id", "direct")
-            identity = Identity(self._settings.single_tenant, request_id, expires_at_ms=self._clock.now_ms())
-        else:
-            identity = self._signed(token, may_create=client.path == CONTEXT_PATH)
-        client.identity = identity
+    async def _turn(self, client: Client, token: str) -> None:
+        client.identity = identity = self._signed(token, may_create=client.path == CONTEXT_PATH)
         client.search = client.engine.search = self._story.search(client, self._app, self.draining)
         tenant = identity.tenant
         # A gateway that is older than this pod sends no tag.
@@ -196,8 +182,8 @@ class TurnMiddleware:
         try:
             with counted, admission.body(tenant) as held:
                 raw = await self._body_of(client, held)
-                if token is None or client.path == CONTEXT_PATH or identity.session_id is not None:
-                    await self._answer(client, raw, is_routed=token is not None)
+                if client.path == CONTEXT_PATH or identity.session_id is not None:
+                    await self._answer(client, raw)
                 else:
                     await self._pass_plain(client, raw)
         finally:
@@ -226,14 +212,10 @@ class TurnMiddleware:
             retry_after_s=_SKEW_RETRY_S,
         )
 
-    async def _answer(self, client: Client, raw: bytes, *, is_routed: bool) -> None:
-        """Run the turn of a whole request, or pass it. `is_routed`: a gateway has found its context."""
-        path, named = client.path, None
-        if path != CONTEXT_PATH:
-            named = client.identity.session_id if is_routed else await self._named(client, raw)
-            if named is None:
-                await self._pass(client, raw)
-                return
+    async def _answer(self, client: Client, raw: bytes) -> None:
+        """Run the turn of a whole request."""
+        path = client.path
+        named = None if path == CONTEXT_PATH else client.identity.session_id
         # The engine refuses other types without a context. A page of another origin needs permission to send this one.
         if not _is_json(client):
             raise InvalidRequest("Content-Type must be application/json", param="Content-Type")
@@ -265,33 +247,14 @@ class TurnMiddleware:
         parent = client.identity.parent
         return request, read_new_session(body, tenant=tenant, model=request.model, session_id=session_id, parent=parent)
 
-    async def _named(self, client: Client, raw: bytes) -> SessionId | None:
-        """Return the context that an unrouted request continues or creates; None: it has none."""
-        claims = await self._large_bodies.read(partial(read_claims, path=client.path), raw)
-        header, tenant = client.headers.get(SESSION_HEADER), client.identity.tenant
-        asked = await self._story.labels.continued_by(tenant, client.path, claims, header)
-        if asked is None or asked.session_id:
-            return None if asked is None else asked.session_id
-        # A response creates a context, whose id is chosen as the gateway does.
-        said = read_repeatable(client.headers.get(IDEMPOTENCY_HEADER), ())
-        return new_session_id() if said is None else session_id_of(tenant, said.key, self._secret)
-
-    async def _pass_without_context(self, client: Client, *, is_unrouted: bool) -> None:
-        """Let a stateless request through, an unrouted one without forbidden keys; refuse one that names a context."""
+    async def _pass_unrouted(self, client: Client) -> None:
+        """Let a stateless request through without forbidden keys; refuse one that names a context."""
         path, headers = client.path, client.headers
         if is_opaque(headers.get("content-type", "")) and path not in _PATHS:
             await self._app(client.scope, client.receive, client.send)
             return
-        counted: AbstractContextManager[TakeBytes | None] = nullcontext()
-        if not is_unrouted:
-            counted = self._story.admission.body(self._settings.single_tenant)
-        with counted as held:
-            raw = await self._body_of(client, held)
-            if is_unrouted:
-                body = await self._large_bodies.read(partial(stateless_body, path, headers), raw)
-            else:
-                refuse_session(await self._large_bodies.read(partial(read_claims, path=path), body := raw))
-            await self._pass(client, body)
+        raw = await self._body_of(client, None)
+        await self._pass(client, await self._large_bodies.read(partial(stateless_body, path, headers), raw))
 
     async def _pass_plain(self, client: Client, raw: bytes) -> None:
         """Let a request without a context through, with an order to keep its KV if its key asks for that."""

@@ -45,8 +45,6 @@ class TurnSettings(TlsSettings, TracingSettings):
     """File with the deployment's signing secret, at least 32 bytes."""
     endpoint_name: str = "engine-0"
     """Name of this pod in the gateway: the holder of the KV that it saves."""
-    single_tenant: str = ""
-    """Tenant of requests without an identity header. Empty: leave such requests alone."""
     max_body_bytes: int = Field(32 << 20, gt=0)
     """Maximum bytes of a request body. A larger body gets a 413."""
     tenant_turns_max: int = Field(0, ge=0)

@@ -49,7 +49,7 @@ from contextcache.model import (
 )
 from contextcache.names import new_cache_ref
 from contextcache.process.crash_points import crash_point
-from contextcache.responses import LOOK_UP_S, Labels, generation_named
+from contextcache.responses import LOOK_UP_S, generation_named
 from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
 from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.answer.diagnostics import Cause, Comparison
@@ -109,8 +109,6 @@ class TurnStory:
     def __post_init__(self) -> None:
         """Make the parts that belong to the story; nothing is connected yet."""
         self.admission = TurnAdmission(self.settings, quotas=self.quotas, clock=self.clock, metrics=self.metrics)
-        self.labels = Labels(self.manager.locate, self.clock)
-        """Finds contexts for requests that no gateway has routed."""
         self.background = Background(limit=_BACKGROUND_CALLS_MAX, deadline_s=self.settings.rpc_deadline_ms / 1000)
         self._served: dict[SessionId, None] = {}
         """Contexts that this process has served, the one served last in the end."""

@@ -100,8 +100,6 @@ class AnsweredRequest:
     answers a part has a name of its own."""
     session_id: SessionId = field(default="", kw_only=True)
     """Context, or group of a kept request."""
-    is_stream: bool = field(default=False, kw_only=True)
-    """The client asked for a stream. `request.stream`: for one that can be continued."""
     prompt_ids: Sequence[int] = field(default=(), kw_only=True)
     """Token ids of the prompt, before its first engine is asked, or in a kept request, from the first event on."""
     request_id: str = field(default="", kw_only=True)
@@ -159,7 +157,7 @@ class Turn(AnsweredRequest):
     def __post_init__(self) -> None:
         """Name the request, and record an answer that may be asked for again."""
         AnsweredRequest.__post_init__(self)  # `super` does not work in a class that `slots` makes anew
-        self.session_id, self.is_stream = self.session.session_id, self.request.stream
+        self.session_id = self.session.session_id
         if self.request.repeatable and self.save_ref is not None:
             self.recording = Recording()
 

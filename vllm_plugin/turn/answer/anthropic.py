@@ -24,7 +24,7 @@ from vllm_plugin.turn.answer.chat import AnswerResult, Dialect, JsonAnswer, SseA
 from vllm_plugin.turn.answer.diagnostics import anthropic_diagnostics
 from vllm_plugin.turn.answer.events import Event
 from vllm_plugin.turn.engine import Engine
-from vllm_plugin.turn.prompt.message_input import Template, chat_of, client_field
+from vllm_plugin.turn.prompt.message_input import NAMES, Template, chat_of
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_compared, read_turn
 from vllm_plugin.turn.refusals import engine_error
 from vllm_plugin.turn.turn import Client, Turn
@@ -34,6 +34,8 @@ _Json = dict[str, Any]
 
 class Anthropic(Dialect):
     """Anthropic's dialect in front of one engine. The first turn asks for the engine's template."""
+
+    names = NAMES
 
     def __init__(self) -> None:
         """Know nothing of the engine's template yet."""
@@ -54,11 +56,6 @@ class Anthropic(Dialect):
             usage=UsageFormat.OPENAI,
             compared_with=read_compared(body, "diagnostics", "previous_message_id"),
         )
-
-    @override
-    def client_field(self, param: str) -> str:
-        """Return Anthropic's name of a chat's field."""
-        return client_field(param)
 
     @override
     def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:

@@ -8,8 +8,10 @@ the client did not ask for.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -380,6 +382,9 @@ class Dialect:
     It translates a request into a turn of a completion or a chat, and the engine's answer into the client's.
     """
 
+    names: ClassVar[Mapping[str, str]] = {}
+    """Client's names of a chat's fields that the dialect names otherwise."""
+
     async def prepare(self, engine: Engine) -> None:
         """Ask the engine for facts that `turn` needs. Raises EngineFailed, NoReadyEndpoint."""
 
@@ -388,8 +393,8 @@ class Dialect:
         return read_turn(client.path, body, client.headers)
 
     def client_field(self, param: str) -> str:
-        """Return the client's name of a field that an error names as the engine does."""
-        return param
+        """Return the client's name of a field that an error names as the engine does, with its place in it."""
+        return self.names.get(re.split(r"[.\[]", param, maxsplit=1)[0], param)
 
     def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:
         """Return a reader of the engine's answer that writes the client's."""

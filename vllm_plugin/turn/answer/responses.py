@@ -37,7 +37,7 @@ from vllm_plugin.turn.answer.diagnostics import openai_diagnostics
 from vllm_plugin.turn.answer.events import Event
 from vllm_plugin.turn.answer.response_output import ResponseOutput
 from vllm_plugin.turn.prompt.request import CHAT_PATH, TurnRequest, read_compared, read_turn
-from vllm_plugin.turn.prompt.response_input import ToolNames, chat_fields, client_field
+from vllm_plugin.turn.prompt.response_input import NAMES, ToolNames, chat_fields
 from vllm_plugin.turn.refusals import engine_error
 from vllm_plugin.turn.turn import Client, Turn
 
@@ -53,6 +53,8 @@ _NOT_RECORDED = frozenset({"tools", "instructions", "conversation", "store", COM
 
 class Responses(Dialect):
     """OpenAI's responses."""
+
+    names = NAMES
 
     @override
     def turn(self, client: Client, body: dict[str, Any], raw: bytes, named: SessionId | None) -> TurnRequest:
@@ -83,11 +85,6 @@ class Responses(Dialect):
             compared_with=read_compared(body, "prompt_cache_options", "comparison_response_id") or None,
             said={key: told[key] for key in {*REPEATED, *RESPONSE_FIELDS, COMPACTION} if told.get(key) is not None},
         )
-
-    @override
-    def client_field(self, param: str) -> str:
-        """Return the client's name of a field that an error names as the chat does."""
-        return client_field(param)
 
     @override
     def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:

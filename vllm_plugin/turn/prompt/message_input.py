@@ -27,7 +27,7 @@ _BILLING = "x-anthropic-billing-header"
 _THINKING_TOKENS_MIN = 1024
 _PASSED = ("model", "temperature", "top_p", "top_k", "watermarking", "vllm_xargs", "chat_template_kwargs")
 """Fields that the chat has too, and checks."""
-_NAMES = {
+NAMES = {
     "max_completion_tokens": "max_tokens",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
@@ -264,8 +264,3 @@ def _function(tool: _Tool) -> _Json:
     schema = tool.input_schema if "type" in tool.input_schema else {**tool.input_schema, "type": "object"}
     others = {key: value for key in _TOOL_FIELDS if (value := getattr(tool, key)) is not None}
     return {"type": "function", "function": {"name": tool.name, "parameters": schema, **others}}
-
-
-def client_field(param: str) -> str:
-    """Return Anthropic's name of a chat's field."""
-    return _NAMES.get(param, param)

@@ -8,7 +8,6 @@ The form of the items has been checked before (`contextcache/input_items.py`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -30,7 +29,7 @@ _PASSED = frozenset(
     | {"top_p", "user", "vllm_xargs", "watermarking"}
 )
 """Fields of vLLM 0.32 `ResponsesRequest` that its `ChatCompletionRequest` has under the same name."""
-_NAMES: Mapping[str, str] = {
+NAMES: Mapping[str, str] = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
@@ -148,11 +147,6 @@ def chat_fields(body: Mapping[str, Any]) -> dict[str, Any]:
         "top_logprobs": asked.top_logprobs if wants_logprobs else None,
     }
     return _given(fields)
-
-
-def client_field(param: str) -> str:
-    """Return the client's name of a field that an error names as the chat does."""
-    return _NAMES.get(re.split(r"[.\[]", param, maxsplit=1)[0], param)
 
 
 def _functions(tools: Sequence[_Tool]) -> Iterator[dict[str, Any]]:

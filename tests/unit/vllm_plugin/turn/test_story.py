@@ -546,37 +546,6 @@ async def test_a_forged_identity_is_refused_before_anything_happens(pod, token):
     assert pod.engine.requests == []
 
 
-async def test_single_tenant_mode_needs_no_identity(tmp_path, engine):
-    pod = Pod(tmp_path, engine, single_tenant="demo")
-
-    session_id = (await pod.post("/v1/context", {"model": "m", "prompt": "Hello"})).json["session_id"]
-    answer = await pod.post("/v1/completions", {"model": "m", "prompt": " x", "session_id": session_id})
-    labelled = await pod.post(
-        "/v1/completions", {"model": "m", "prompt": "x"}, headers=[(b"x-session-id", b"somebodys-label")]
-    )
-    unknown = await pod.post("/v1/completions", {"model": "m", "prompt": "x", "session_id": "nobody"})
-    header = [(b"x-session-id", b"ctx_nobody")]
-    unknown_in_header = await pod.post("/v1/completions", {"model": "m", "prompt": "x"}, headers=header)
-
-    assert answer.json["usage"]["context"]["context_tokens"] == 6
-    assert (labelled.status, "x-context-cache" in labelled.headers) == (200, False)
-    assert unknown.status == unknown_in_header.status == 404
-
-
-async def test_single_tenant_mode_finds_the_context_that_a_label_names(tmp_path, engine):
-    """Seen to fail: 200 without the conversation."""
-    pod = Pod(tmp_path, engine, single_tenant="demo")
-    await pod.post("/v1/context", {"model": "m", "prompt": "Hello", "session_id": "chat-42"})
-    turn = {"model": "m", "prompt": " x"}
-    named, other = [
-        await pod.post("/v1/completions", turn, headers=[(b"x-session-id", label)])
-        for label in (b"chat-42", b"chat-43")
-    ]
-
-    assert named.json["usage"]["context"]["context_tokens"] == 6
-    assert (other.status, "x-context-cache" in other.headers) == (200, False)
-
-
 async def test_a_create_takes_the_words_of_other_apis(pod):
     """Seen to fail: 400 for `3600s` (Gemini) and `common_prefix` (Volcengine)."""
     await created(pod, session_id="mine", ttl="7200s", mode="common_prefix")
@@ -608,28 +577,6 @@ async def test_a_misspelt_field_of_a_contexts_request_is_refused(pod, path, name
     assert (answer.status, answer.json["error"]["param"]) == (400, name), answer.body
     assert f"unknown field `{name}`: did you mean `{meant}`?" in answer.json["error"]["message"]
     assert len(pod.engine.requests) == asked
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
-async def test_single_tenant_mode_refuses_a_misspelt_handle(tmp_path, engine, path):
-    pod = Pod(tmp_path, engine, single_tenant="demo")
-    answer = await pod.post(path, {"model": "m", "prompt": "x", "sesion_id": "mine"})
-
-    assert (answer.status, answer.json["error"]["param"]) == (400, "sesion_id")
-    assert pod.engine.requests == []
-
-
-async def test_single_tenant_mode_refuses_a_context_where_none_can_be_carried(tmp_path, engine):
-    """Seen to fail: 200 without the conversation."""
-    pod = Pod(tmp_path, engine, single_tenant="demo")
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-
-    for path in ("/v1/embeddings", "/v1/chat/completions/batch"):
-        refused = await pod.post(path, {**body, "session_id": "ctx_1"})
-        passed = await pod.post(path, {**body, "session_id": None})
-
-        assert (refused.status, refused.json["error"]["param"]) == (400, "session_id")
-        assert passed.status == 404  # the toy engine's own
 
 
 async def test_the_receipt_tells_what_the_connector_did(pod):

@@ -113,11 +113,19 @@ async def test_the_probe_hears_whether_the_pod_limits_tenants(pod):
 
 
 async def test_a_tag_that_is_none_or_came_around_the_gateway_counts_nothing(pod):
-    guard(pod, None)
-    tag = tenant_tag("demo", SECRET).encode()
-    for headers in ([(b"x-context-tenant", b"demo")], [(b"x-context-tenant", tag), (b"x-context-unrouted", b"1")], []):
-        for _ in range(3):
-            assert pod.app._tag_of({"headers": headers}) == ""
+    counts = []
+
+    async def counting(scope, receive, send):
+        counts.append(len(pod.story.admission.requests_of_all()))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    pod.app._app = counting
+    tag = (b"x-context-tenant", tenant_tag("demo", SECRET).encode())
+    for headers in ([(b"x-context-tenant", b"demo")], [tag, (b"x-context-unrouted", b"1")], [], [tag]):
+        await pod.post("/v1/completions", {"model": "m", "prompt": "x"}, headers=headers)
+
+    assert counts == [0, 0, 0, 1]
 
 
 async def test_a_tenants_bodies_in_hand_are_bounded_and_given_back(pod):

@@ -200,14 +200,6 @@ async def test_a_body_over_the_limit_is_refused(tmp_path, engine):
     assert (answer.status, answer.json["error"]["code"]) == (413, "body_too_large")
 
 
-async def test_the_guard_holds_in_single_tenant_mode_too(tmp_path, engine):
-    pod = Pod(tmp_path, engine, single_tenant="demo")
-
-    answer = await pod.post("/v1/context", {"model": "m", "prompt": "hi"}, headers=[UNROUTED])
-
-    assert is_away(answer)
-
-
 async def test_a_signed_request_is_what_its_signature_says(pod):
     answer = await pod.post("/v1/context", {"model": "m", "prompt": "hi"}, pod.identity(), headers=[UNROUTED])
 
