@@ -309,9 +309,7 @@ def _watched(add: Callable[..., bool], seer: weakref.ref[LoadedAdapters]) -> Cal
         if (adapters := seer()) is not None:
             try:
                 model_manager = manager._adapter_manager  # noqa: SLF001  # vLLM has no other way
-                held = model_manager.get_adapter(adapter_request.lora_int_id)
-                # Before vLLM minded its slots a request got another's adapter at times (vllm-project/vllm#47724).
-                if held is not None and hasattr(model_manager, "_last_slot_layout"):
+                if (held := model_manager.get_adapter(adapter_request.lora_int_id)) is not None:
                     adapters.seen(adapter_request, held)
             except Exception:
                 # The engine's step must not end with us.
