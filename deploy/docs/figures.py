@@ -129,7 +129,7 @@ def _harness(result: Mapping[str, Any]) -> str:
         if row.get("phase", "all") == "all"
     ]
     counts = ["requests", "failed", "tokens computed"]
-    return _table(["", *counts, "first token, median", "turn, median", "turn, 95th percentile"], rows)
+    return table(["", *counts, "first token, median", "turn, median", "turn, 95th percentile"], rows)
 
 
 def _traced(result: Mapping[str, Any]) -> str:
