@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from context_manager.layout import TENANT_BYTES_MAX
@@ -69,8 +69,3 @@ class ManagerSettings(TlsSettings, TracingSettings):
         if self.redis_wait_replicas and self.redis_wait_timeout_s >= self.redis_timeout_s:
             raise ValueError("MANAGER_REDIS_WAIT_TIMEOUT_S must be below MANAGER_REDIS_TIMEOUT_S")
         return self
-
-    @field_validator("redis_ca_file", "redis_cert_file", "redis_key_file", mode="before")
-    @classmethod
-    def _none_when_empty(cls, value: object) -> object:
-        return None if value == "" else value

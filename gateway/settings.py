@@ -149,11 +149,6 @@ class GatewaySettings(TlsSettings, TracingSettings):
     log_level: str = "INFO"
     """Log level. DEBUG adds one line per request."""
 
-    @field_validator("api_keys_file", "endpoints_file", mode="before")
-    @classmethod
-    def _empty_is_none(cls, value: object) -> object:
-        return None if value == "" else value
-
     @model_validator(mode="after")
     def _keys_unless_loopback(self) -> Self:
         if self.api_keys_file is None and not is_loopback(self.host):

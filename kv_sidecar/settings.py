@@ -104,11 +104,6 @@ class SidecarSettings(TlsSettings, TracingSettings):
     metrics_host: str = "127.0.0.1"
     """Address of the Prometheus endpoint; 0.0.0.0 in a pod."""
 
-    @field_validator("unix_socket", "memory_limit_bytes", "store_keys_file", mode="before")
-    @classmethod
-    def _none_when_empty(cls, value: object) -> object:
-        return None if value == "" else value
-
     @field_validator("peers")
     @classmethod
     def _are_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from types import NoneType
+from typing import Any, Self, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -29,6 +30,13 @@ class ProcessSettings(BaseSettings):
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _none_when_empty(cls, value: object, info: ValidationInfo) -> object:
+        """Read an empty variable as None, where None is allowed."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        return None if value == "" and NoneType in get_args(annotation) else value
+
 
 class TlsSettings(ProcessSettings):
     """Mutual TLS: with these files a process shows its certificate, and trusts only certificates of the CA."""
@@ -41,11 +49,6 @@ class TlsSettings(ProcessSettings):
     """PEM certificates of the CAs that sign the other parts' certificates."""
     tls_server_name: str = Field("context-cache", min_length=1)
     """Name in every part's certificate, whatever the part's address."""
-
-    @field_validator("tls_cert_file", "tls_key_file", "tls_ca_file", mode="before")
-    @classmethod
-    def _no_file_when_empty(cls, value: object) -> object:
-        return None if value == "" else value
 
     @model_validator(mode="after")
     def _all_files_or_none(self) -> Self:

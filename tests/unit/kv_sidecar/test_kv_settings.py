@@ -10,6 +10,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.accounts import LoadReports
 from kv_sidecar.moving.peer import STREAMS_MAX, FrameAssembly
 from kv_sidecar.server import KVSidecarServicer
+from kv_sidecar.settings import SidecarSettings
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))
@@ -62,3 +63,15 @@ async def test_as_many_files_come_by_frames_at_once_as_wanted(tmp_path: Path) ->
 
         streams[0].close()
         assert await third == b"y"
+
+
+def test_an_empty_variable_is_none_where_none_is_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen failing without the rule: an empty text was refused as a number of bytes."""
+    for name in ("UNIX_SOCKET", "MEMORY_LIMIT_BYTES", "STORE_KEYS_FILE", "TLS_CERT_FILE", "ENDPOINT_NAME"):
+        monkeypatch.setenv(f"SIDECAR_{name}", "")
+    found = SidecarSettings()
+
+    assert [found.unix_socket, found.memory_limit_bytes, found.store_keys_file, found.tls_cert_file] == [None] * 4
+    assert found.endpoint_name == ""
