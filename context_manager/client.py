@@ -19,7 +19,6 @@ from contextcache.clock import Clock, SystemClock
 from contextcache.errors import AlreadyAnswered, ContextBusy, ContextCacheError, StoreUnavailable
 from contextcache.model import (
     CacheSessionMetadata,
-    HeldCacheRef,
     KeptAnswer,
     NewSession,
     Repeatable,
@@ -212,10 +211,6 @@ class ContextManagerClient(ServiceClient):
         """See ContextCacheManager.list_sessions."""
         reply = await self._call("ListSessions", tenant=tenant, limit=limit, after=after, model_id=model_id)
         return value_of(SessionPage, reply)
-
-    async def check_cache_refs(self, held: Sequence[HeldCacheRef]) -> tuple[int, ...]:
-        """See ContextCacheManager.check_cache_refs."""
-        return tuple((await self._call("CheckCacheRefs", held=held)).orphans)
 
     async def add_usage(self, tenant: TenantId, batch_id: str, usage: Sequence[Usage]) -> None:
         """See ContextCacheManager.add_usage."""

@@ -42,13 +42,9 @@ class TenantBytes:
         """`bytes_max`: 0 for no limit. `now_ms`: returns the time of Redis."""
         self._now_ms = now_ms
         self._redis = connection
-        self._bytes_max = bytes_max
-        self._sums: dict[TenantId, _Sums] = {}
-
-    @property
-    def bytes_max(self) -> int:
+        self.bytes_max = bytes_max
         """The limit; 0: none."""
-        return self._bytes_max
+        self._sums: dict[TenantId, _Sums] = {}
 
     def ledger(self, key: SessionKey) -> str:
         """Return the name of the ledger that counts a session's bytes."""
@@ -59,20 +55,20 @@ class TenantBytes:
 
         `more`: bytes that the caller is about to write.
         """
-        if not self._bytes_max:
+        if not self.bytes_max:
             return None
         if not self._redis.is_cluster:
-            return self._bytes_max
+            return self.bytes_max
         sums = await self._sums_of(key.tenant)
         sums.granted += more
-        return self._bytes_max - sum(sums.by_shard) + sums.by_shard[shard_of(key.tenant, key.session_id)]
+        return self.bytes_max - sum(sums.by_shard) + sums.by_shard[shard_of(key.tenant, key.session_id)]
 
     async def _sums_of(self, tenant: TenantId) -> _Sums:
         known, now_s = self._sums.get(tenant), asyncio.get_running_loop().time()
         if (
             known is not None
             and now_s - known.read_at_s < _SUMS_KNOWN_S
-            and sum(known.by_shard) + known.granted < self._bytes_max * _EXACT_FROM
+            and sum(known.by_shard) + known.granted < self.bytes_max * _EXACT_FROM
         ):
             return known
         by_shard = await self._read_sums(tenant, await self._now_ms())

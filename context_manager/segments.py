@@ -10,8 +10,8 @@ As bytes a segment is two msgpack objects one after the other: the number of tok
 
 from __future__ import annotations
 
+import struct
 import sys
-from array import array
 from collections.abc import Iterable
 
 import msgspec
@@ -50,11 +50,7 @@ class PackedSegment(Segment):
     @override
     def token_ids(self) -> tuple[int, ...]:
         """The ids, converted at each call."""
-        numbers = array("I")
-        numbers.frombytes(self.packed_ids)
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        return tuple(numbers)
+        return struct.unpack(f"<{self.num_tokens}I", self.packed_ids)
 
     @property
     @override
@@ -68,13 +64,11 @@ class PackedSegment(Segment):
 
 
 def packed(segment: Segment) -> PackedSegment:
-    """Return a segment in its packed form. Raises OverflowError for an id that is no u32."""
+    """Return a segment in its packed form. Raises struct.error for an id that is no u32."""
     if isinstance(segment, PackedSegment):
         return segment
-    numbers = array("I", segment.token_ids)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return PackedSegment(segment.kind, numbers.tobytes(), text=segment.text, messages_json=segment.messages_json)
+    ids = struct.pack(f"<{segment.num_tokens}I", *segment.token_ids)
+    return PackedSegment(segment.kind, ids, text=segment.text, messages_json=segment.messages_json)
 
 
 def pack_segment(segment: Segment) -> bytes:
@@ -82,7 +76,7 @@ def pack_segment(segment: Segment) -> bytes:
     try:
         ids = packed(segment).packed_ids
         content = msgspec.msgpack.encode([segment.kind.value, ids, segment.text, segment.messages_json])
-    except OverflowError as exc:
+    except struct.error as exc:
         raise InvalidRequest("a token id must be an unsigned 32-bit integer", param="token_ids") from exc
     except UnicodeEncodeError as exc:
         raise InvalidRequest("a segment must hold valid Unicode", param="text") from exc

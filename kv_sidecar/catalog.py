@@ -353,7 +353,7 @@ class ContextCatalog:
             if manifest is not None and self.manifests.is_whole(record):
                 self.manifests.use(cache_ref)
                 return manifest
-            await self._lose_unreadable(record)
+            await self._finish(self._lose_incomplete(record))
         elif self.refs.get(tenant, cache_ref).phase in PENDING:
             raise CacheRefPending("the KV is not sealed yet")
         self._runtime.metrics.misses.inc()
@@ -364,7 +364,7 @@ class ContextCatalog:
 
         The first answer counts as used now, and its life begins anew if it is kept KV.
         """
-        found = await self.manifests.match(question, self._lose_unreadable)
+        found = await self.manifests.match(question, lambda record: self._finish(self._lose_incomplete(record)))
         for one in found[:1]:
             self.manifests.use(one.cache_ref)
             self.retention.use(one.cache_ref, question.expires_at_ms)
@@ -633,9 +633,6 @@ class ContextCatalog:
         """Return the origin of a rank's pulled KV that no load has asked for."""
         is_fresh = rank in ref.fresh_ranks and self._runtime.clock.now_ms() < ref.fresh_until_ms
         return (ref.source or None) if is_fresh else None
-
-    async def _lose_unreadable(self, record: ManifestRecord) -> None:
-        await self._finish(self._lose_incomplete(record))
 
     async def _lose_incomplete(self, record: ManifestRecord) -> None:
         """Remove a manifest that lacks something, and spare its blocks for the save that follows the recompute.

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import grpc
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import SpanKind
 
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
 from contextcache.model import (
@@ -346,7 +345,8 @@ class EngineSidecarClient:
             return self._open_line
 
     def _call(self, method: _Method[Answer], request: Any, timeout_s: float, *, is_patient: bool = False) -> Answer:
-        with _client_span(request):
+        method_name = type(request).__name__.removesuffix("Request")
+        with child_span(f"{SERVICE_NAME}/{method_name}", kind=SpanKind.CLIENT):
             return self._ended(method, request, timeout_s, is_patient=is_patient)
 
     def _ended(self, method: _Method[Answer], request: Any, timeout_s: float, *, is_patient: bool) -> Answer:
@@ -398,11 +398,6 @@ class _Line:
         except RuntimeError:
             return None
         return closing
-
-
-def _client_span(request: Any) -> AbstractContextManager[Span]:
-    """Begin the span of a call; a request's message is named like its method."""
-    return child_span(f"{SERVICE_NAME}/{type(request).__name__.removesuffix('Request')}", kind=SpanKind.CLIENT)
 
 
 class _mapped_errors:  # noqa: N801  # reads as a verb where it is used: with _mapped_errors()

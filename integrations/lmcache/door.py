@@ -19,7 +19,7 @@ from typing_extensions import override
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from contextcache.wire.servers import bind, plain_server
+from contextcache.wire.servers import answering, bind, plain_server
 from contextcache.wire.tls import WatchedTls
 from integrations.lmcache.api import LMCacheApi
 from integrations.lmcache.instead_of_sidecar import UNTOLD, LMCacheKV
@@ -78,16 +78,12 @@ def _calls(lmcache: LMCacheKV) -> grpc.GenericRpcHandler:
         )
         return pb.DeleteContextResponse(freed_bytes=freed_bytes)
 
-    async def touch(request: pb.TouchContextRequest, _context: object) -> pb.TouchContextResponse:
-        touched = await lmcache.touch_context(request.tenant, request.session_id, request.expires_at_ms)
-        return pb.TouchContextResponse(num_manifests=touched)
-
     async def no_manifest(_request: pb.GetManifestRequest, _context: object) -> pb.GetManifestResponse:
         raise CacheRefNotFound("LMCache stores this pod's KV, which has no manifests")
 
     calls: dict[str, Behaviour | Message] = {
         "DeleteContext": delete,
-        "TouchContext": touch,
+        "TouchContext": answering(lmcache, "touch_context", pb, "TouchContext"),
         "WaitSealed": pb.WaitSealedResponse(sealed=False, reason=UNTOLD),
         "GetManifest": no_manifest,
         "ForkContext": pb.ForkContextResponse(forked=False),

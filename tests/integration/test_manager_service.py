@@ -47,6 +47,7 @@ from contextcache.names import new_cache_ref, new_session_id
 from contextcache.terms import Terms
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
+from kv_sidecar.orphans import ManagerQuestions
 from tests.kit.ports import free_port
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
@@ -122,9 +123,11 @@ async def test_a_conversation_over_the_wire(client: ContextManagerClient) -> Non
         (touched,), has_more=False, last_id=first.session_id
     )
     held = [HeldCacheRef("demo", first.session_id, ref) for ref in (first.cache_ref, new_cache_ref())]
-    assert await client.check_cache_refs(held) == (1,)
+    questions = ManagerQuestions(client._connection.address)
+    assert await questions.orphans(held) == (1,)
     assert await client.unregister_session_cache("demo", first.session_id) == touched
-    assert await client.check_cache_refs(held) == (0, 1)
+    assert await questions.orphans(held) == (0, 1)
+    await questions.close()
     assert await client.list_sessions("demo", limit=10) == SessionPage((), has_more=False, last_id="")
 
 
