@@ -319,13 +319,6 @@ async def test_a_chosen_pod_that_refuses_the_connection_costs_no_request(own_ben
     assert len(own_bench.pods[0].turns) == 1
 
 
-async def test_a_pod_that_breaks_off_is_an_engine_error_and_the_request_is_not_sent_twice(bench):
-    bench.pods[1].break_next = "headers"
-
-    assert await bench.code_of("POST", "/v1/completions", data=b"{}") == (502, "engine_error")
-    assert len(bench.arrived()) == 1
-
-
 async def test_a_pod_that_takes_too_long_is_an_engine_error():
     async with bench_of(total_timeout_s=0.2) as bench:
         bench.pods[1].stall = True
@@ -408,25 +401,6 @@ async def test_a_proxy_whose_memory_is_used_up_refuses_in_our_shape():
         for path in ("/ready", "/healthz"):
             async with bench.http.get(f"http://{metrics}{path}") as probed:
                 assert probed.status == 200
-
-
-async def test_a_stream_passes_chunk_by_chunk(bench):
-    async with bench.request("POST", "/v1/completions", data=b'{"stream": true}') as answer:
-        for text in ("one", "two"):
-            bench.pods[1].release(text)
-            assert await answer.content.readany() == f'data: {{"text": "{text}"}}\n\n'.encode()
-        bench.pods[1].finish()
-        assert await answer.content.read() == b""
-
-
-async def test_a_client_that_goes_away_ends_the_pod_s_work(bench):
-    async with bench.request("POST", "/v1/completions", data=b'{"stream": true}') as answer:
-        bench.pods[1].release()
-        await answer.content.readany()
-
-    answer.close()
-    await asyncio.wait_for(bench.pods[1].noticed_disconnect.wait(), DEADLINE_S)
-    assert bench.pods[1].disconnects == 1
 
 
 async def test_a_running_answer_does_not_notice_that_the_plugin_dies(own_bench):

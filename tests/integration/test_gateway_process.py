@@ -60,14 +60,6 @@ def test_hash_key_prints_what_the_key_file_holds(environment):
     assert (result.returncode, result.stdout.strip()) == (0, hash_key(KEY))
 
 
-def test_settings_that_cannot_be_right_are_named(environment):
-    result = run(environment | {"GATEWAY_PORT": "x"})
-
-    assert result.returncode == 2
-    assert "GATEWAY_PORT: " in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [

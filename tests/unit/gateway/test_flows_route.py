@@ -10,7 +10,6 @@ from contextcache.errors import (
     ContextNotFound,
     InvalidRequest,
     NoReadyEndpoint,
-    StoreUnavailable,
     Unauthorized,
 )
 from contextcache.identity import IDENTITY_HEADER, TENANT_HEADER, tenant_tag
@@ -202,13 +201,6 @@ async def test_a_turn_whose_holder_is_gone_goes_elsewhere(parts):
     assert (await route(parts, {"session_id": "ctx_1"})).kind is Kind.TURN
 
 
-async def test_a_turn_named_in_the_header_is_a_turn(parts):
-    await parts.directory.add("ctx_1")
-    forward = await route(parts, {"prompt": "more"}, headers={"x-session-id": "ctx_1"})
-
-    assert identity_of(parts, forward).session_id == "ctx_1"
-
-
 async def test_a_header_that_names_nothing_of_ours_is_a_label(parts):
     forward = await route(parts, {"prompt": "x"}, headers={"x-session-id": "agent-run-7"})
 
@@ -298,15 +290,6 @@ async def test_an_invalid_stateless_body_is_the_engines_business(parts):
     forward = await route(parts, b'{"prompt": "caf\\u00e9",}')
 
     assert (forward.kind, forward.body) == (Kind.STATELESS, None)
-
-
-async def test_without_the_store_session_calls_fail_and_stateless_ones_pass(parts):
-    parts.directory.down = True
-    for headers, body in (({}, {"session_id": "ctx_1"}), ({"x-session-id": "ctx_1"}, {})):
-        with pytest.raises(StoreUnavailable):
-            await route(parts, body, headers=headers)
-
-    assert (await route(parts, {"prompt": "x"})).kind is Kind.STATELESS
 
 
 async def test_without_a_ready_pod_nothing_goes_anywhere(parts):
