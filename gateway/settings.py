@@ -161,7 +161,8 @@ class GatewaySettings(TlsSettings, TracingSettings):
             raise ValueError(
                 "set exactly one of GATEWAY_ENDPOINTS, GATEWAY_ENDPOINTS_FILE and GATEWAY_KUBERNETES_SERVICE_SELECTOR"
             )
-        if self.ext_proc_listen and self.api_keys_file is None and not is_loopback(host_of(self.ext_proc_listen)):
+        listen = self.ext_proc_listen
+        if listen and self.api_keys_file is None and not is_loopback(split_address(listen)[0]):
             raise ValueError(
                 "without GATEWAY_API_KEYS_FILE the external processor listens on loopback only: change "
                 "GATEWAY_EXT_PROC_LISTEN"
@@ -175,9 +176,10 @@ class GatewaySettings(TlsSettings, TracingSettings):
         return self
 
 
-def host_of(address: str) -> str:
-    """Return the host of `host:port`, without the brackets of an IPv6 address."""
-    return address.rpartition(":")[0].strip("[]")
+def split_address(address: str) -> tuple[str, int]:
+    """Return the host of `host:port`, without the brackets of an IPv6 address, and the port. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def is_loopback(host: str) -> bool:

@@ -25,7 +25,7 @@ from contextcache.names import MINTED_PREFIX
 from gateway import fronts
 from gateway.envoy.keys import watched_keys
 from gateway.envoy.messages import ENGINES_METADATA
-from gateway.envoy.settings import EnvoySettings, split_address
+from gateway.envoy.settings import EnvoySettings
 from gateway.flows import ROUTING_HEADERS
 from gateway.paths import (
     COMPACTION_PATHS,
@@ -36,6 +36,7 @@ from gateway.paths import (
     OBJECT_PATHS,
     READ_PATHS,
 )
+from gateway.settings import split_address
 from gateway.tenants.keys import KEY_HEADERS
 
 BOOTSTRAP = "envoy.json"

@@ -23,12 +23,6 @@ def _address(text: str) -> str:
     return text
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Return the host of `host:port`, without the brackets of an IPv6 address, and the port. Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
