@@ -47,9 +47,7 @@ def read_kept(path: str, raw: bytes, headers: Mapping[str, str]) -> tuple[TurnRe
 
     Its `stream` is false if the answer passes unread: then no other field of it has a meaning.
     """
-    request = TurnRequest(
-        path, "", ClientPrompt(), {}, *(False,) * 4, None, None, commit=False, expected_generation=None
-    )
+    request = TurnRequest(path, "", ClientPrompt(), {}, commit=False)
     try:
         body = read_object(raw) if b'"stream"' in raw else {}
         is_stream = body.get("stream") is True

@@ -196,19 +196,16 @@ class TurnMiddleware:
         An expired identity names no context and keeps nothing: a request that needs neither passes as a plain one.
         """
         identity, now_ms = read_identity(token, self._secret), self._clock.now_ms()
-        metrics = self._story.metrics
-        if identity.issued_at_ms:
-            metrics.gateway_clock_skew.set((now_ms - identity.issued_at_ms) / 1000)
+        metrics, age_s = self._story.metrics, (now_ms - identity.issued_at_ms) / 1000
+        metrics.gateway_clock_skew.set(age_s)
         if now_ms < identity.expires_at_ms:
             return identity
         metrics.expired_identities.inc()
         if not may_create and identity.session_id is None:
             return replace(identity, kept="")
-        event = "signed" if identity.issued_at_ms else "ended"
-        since_ms = identity.issued_at_ms or identity.expires_at_ms
         raise NoReadyEndpoint(
             "the clocks of this pod and of the gateway differ: by this pod's clock the request's identity was "
-            f"{event} {(now_ms - since_ms) / 1000:.0f} s ago",
+            f"signed {age_s:.0f} s ago",
             retry_after_s=_SKEW_RETRY_S,
         )
 

@@ -89,11 +89,6 @@ class AnswerResult:
         self.completion_tokens = _count(completion_tokens)
         self.cached_tokens = _count((prompt_details or {}).get("cached_tokens"))
 
-    def take_report(self, answer: dict[str, Any]) -> None:
-        """Read the report of the engine's connector from a whole answer."""
-        if isinstance(told := answer.get("kv_transfer_params"), dict):
-            self.kv_transfer = told
-
     def take_choice(self, choice: dict[str, Any]) -> None:
         """Read one choice of a whole answer or of one event."""
         self.token_ids += map(_count, choice.get("token_ids") or ())
@@ -193,7 +188,8 @@ class JsonAnswer:
         self.result.take_choice(choice)
         usage = self._answer["usage"]
         self.result.take_usage(usage.get("completion_tokens"), usage.get("prompt_tokens_details"))
-        self.result.take_report(self._answer)
+        if isinstance(told := self._answer.get("kv_transfer_params"), dict):
+            self.result.kv_transfer = told
         if self._request.prefill_only:
             _without_output(choice)
         self.result.finish(prefill_only=self._request.prefill_only)

@@ -82,18 +82,18 @@ class TurnRequest:
     prompt: ClientPrompt
     engine_fields: Mapping[str, Any]
     """The body without the prompt and without our own fields."""
-    stream: bool
-    prefill_only: bool
+    stream: bool = False
+    prefill_only: bool = False
     """`max_tokens: 0`: compute and keep the prompt, answer nothing."""
-    wants_token_ids: bool
-    wants_usage_chunk: bool
+    wants_token_ids: bool = False
+    wants_usage_chunk: bool = False
     """The client asked for `stream_options.include_usage`."""
-    usage: UsageFormat | None
+    usage: UsageFormat | None = None
     """Value of `X-Usage-Format`; None: the default of the client's key, or of the endpoint, applies."""
-    context_mode: ContextMode | None
+    context_mode: ContextMode | None = None
     """None: the client left it to its key's default."""
-    commit: bool
-    expected_generation: int | None
+    commit: bool = True
+    expected_generation: int | None = None
     """Value of `If-Match`."""
     truncation: Truncation | None = None
     """None: a prompt that does not fit is refused."""

@@ -82,15 +82,3 @@ async def test_a_forged_signature_is_refused_whatever_the_clocks_say(pod, path, 
     assert (answer.status, answer.json["error"]["code"]) == (401, "invalid_identity")
     assert pod.engine.requests == []
     assert value(pod, "gateway_clock_skew_seconds") == 0
-
-
-async def test_an_identity_of_a_gateway_that_does_not_say_when_it_signed_is_judged_by_its_end(pod):
-    answer = await pod.post("/v1/context", BODY, pod.identity())
-    pod.clock.advance(s=1)
-    late = pod.identity()
-    pod.clock.advance(s=75)
-    refused = await pod.post("/v1/context", BODY, late)
-
-    assert answer.status != 503
-    assert (refused.status, refused.json["error"]["code"]) == (503, "no_ready_endpoint")
-    assert "15 s" in refused.json["error"]["message"]
