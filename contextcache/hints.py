@@ -1,7 +1,7 @@
 """Cache hints of a request: vLLM's `kv_hints`, and the cache marks of Anthropic's and OpenAI's requests. Pure.
 
-All of them ask for one promise: a minimum lifetime of the KV that the request leaves, in memory too if it is pinned.
-Hints are answered. Marks are not, as in the APIs that they come from.
+Most ask for one promise: a minimum lifetime of the KV that the request leaves, in memory too if it is pinned. Three
+hints ask for a placement of that KV. Hints are answered. Marks are not, as in the APIs that they come from.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from contextcache.errors import InvalidRequest
-from contextcache.model import Promise
+from contextcache.model import Placement, SaveOutcome
 from contextcache.terms import whole
 
 RETAIN_MS_MAX = 86_400_000
 """Longest promise: a day, as long as hosted APIs keep a cache."""
 ACTIONS_MAX = 16
+PLACEMENTS = ("prefetch", "demote", "share")
 _FAULT_CHARS_MAX = 200
 _MARKS_MAX = 64
 """Places of each name that are read in one request, the first ones. Anthropic allows 4 marks, OpenAI considers 80."""
@@ -68,8 +69,14 @@ class Hint:
     action_id: str
     action_type: str
     ttl_s: int = 0
-    """Minimum lifetime in seconds; 0: the action is not supported."""
+    """Minimum lifetime in seconds; 0: it asks for no promise."""
     pinned: bool = False
+
+    @property
+    def placement(self) -> str:
+        """Name of the placement that it asks for; empty: it asks for none."""
+        kind = self.action_type.lower()
+        return kind if kind in PLACEMENTS else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +92,30 @@ class Hints:
         """Whether a hint asks for memory."""
         return any(hint.pinned for hint in self.asked)
 
+    @property
+    def placements(self) -> tuple[str, ...]:
+        """Placements that the hints ask for, in their order."""
+        return tuple([hint.placement for hint in self.asked if hint.placement])
+
     def retain_ms(self, life_ms: int = RETAIN_MS_MAX) -> int:
         """Return the lifetime to ask the sidecar for: that of the KV at most, and a day at most."""
         longest_ms = max([self.marked_ms, *(hint.ttl_s * 1000 for hint in self.asked)])
         return max(min(longest_ms, life_ms, RETAIN_MS_MAX), 0)
 
-    def answers(self, promise: Promise, *, retain_ms: int, expires_at_ms: int) -> list[dict[str, Any]]:
+    def answers(self, saved: SaveOutcome, *, retain_ms: int, expires_at_ms: int) -> list[dict[str, Any]]:
         """Return the answer to each hint: accepted, clipped or denied.
 
         `retain_ms`: the lifetime that the sidecar was asked for. `expires_at_ms`: the KV's expiry.
         """
-        until_ms, answers = min(promise.until_ms, expires_at_ms), []
+        promise, placed, answers = saved.promise, iter(saved.placements), []
+        until_ms = min(promise.until_ms, expires_at_ms)
         for hint in self.asked:
             answer: dict[str, Any] = {"action_id": hint.action_id, "action_type": hint.action_type}
-            if not hint.ttl_s:
+            if hint.placement:
+                it = next(placed, Placement())
+                told = {"outcome": it.outcome, "bytes": it.size_bytes, "tier": it.tier, "reason": it.reason}
+                answers.append(answer | {name: value for name, value in told.items() if value})
+            elif not hint.ttl_s:
                 answers.append(answer | {"outcome": "denied", "reason": "unsupported"})
             elif not promise.until_ms:
                 answers.append(answer | {"outcome": "denied", "reason": promise.reason or "not_saved"})

@@ -132,6 +132,8 @@ class KVTransfer:
     """Minimum lifetime that the saved KV is to be promised; 0: none."""
     pinned: bool = False
     """Whether it is to be promised in memory too."""
+    placements: tuple[str, ...] = ()
+    """Placements of kept KV after its seal. A turn asks for its own when it waits for the seal."""
 
     @property
     def is_kept(self) -> bool:

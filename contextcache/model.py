@@ -401,6 +401,20 @@ NO_PROMISE = Promise()
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Answer of the sidecar to a prefetch, a demotion or a share of sealed KV."""
+
+    outcome: str = "denied"
+    """`accepted`, `clipped` or `denied`."""
+    reason: str = "not_saved"
+    """Reason for less than was asked for; empty: all of it was granted."""
+    size_bytes: int = 0
+    """Prefetch: bytes that memory has, or gets now. Demotion: bytes that left it. Share: bytes of the KV."""
+    tier: str = ""
+    """Tier of these bytes: `host`, `disk` or `object`; empty after a denial."""
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Content of a `cache_ref`: tokens with KV, their files, the fingerprint and the expiry."""
 
@@ -433,6 +447,11 @@ class SaveOutcome:
     reason: str = ""
     """Reason why there is no KV, a short fixed phrase; empty: the save may still end well, or is forgotten."""
     promise: Promise = NO_PROMISE
+    placements: tuple[Placement, ...] = ()
+    """Answers to the placements that were asked for, in their order; empty: none was carried out."""
+
+
+NO_SAVE = SaveOutcome(is_sealed=False)
 
 
 @dataclass(frozen=True, slots=True)

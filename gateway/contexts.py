@@ -27,7 +27,7 @@ from contextcache.hints import Hints
 from contextcache.model import (
     BRANCH_LEASE_ID,
     MAX_LIST_LIMIT,
-    NO_PROMISE,
+    NO_SAVE,
     CacheSessionMetadata,
     ForkedKV,
     ModelId,
@@ -124,13 +124,16 @@ class Contexts:
         log.info("context patched", extra={"session_id": session_id, "tenant": tenant})
         return session, await self._holders.kv_state(session)
 
-    async def retain(self, session: CacheSessionMetadata, hints: Hints) -> list[dict[str, Any]]:
-        """Ask for a minimum lifetime of a context's KV; return the answer to each hint."""
+    async def carry_out(self, session: CacheSessionMetadata, hints: Hints) -> list[dict[str, Any]]:
+        """Ask for the lifetime and the placements that the hints want for a context's KV; return their answers."""
         retain_ms = hints.retain_ms(session.expires_at_ms - self._clock.now_ms())
-        promise = NO_PROMISE
+        saved = NO_SAVE
         if retain_ms:
             promise = await self._holders.retain(session, retain_ms=retain_ms, pinned=hints.pinned)
-        return hints.answers(promise, retain_ms=retain_ms, expires_at_ms=session.expires_at_ms)
+            saved = replace(saved, promise=promise)
+        if hints.placements:
+            saved = replace(saved, placements=await self._holders.place(session, hints.placements))
+        return hints.answers(saved, retain_ms=retain_ms, expires_at_ms=session.expires_at_ms)
 
     async def rewind(
         self, tenant: TenantId, session_id: SessionId, *, generation: int, expected_generation: int | None

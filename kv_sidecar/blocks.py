@@ -316,7 +316,7 @@ class Blocks:
         """Make a filled slot the copy in memory of a block; the copy before is freed."""
         self.drop_copy(block)
         block.slot, block.is_from_disk = slot, is_from_disk
-        self._memory.keep(slot, block.key)
+        self._memory.keep(slot, block.key, block.tenant)
         for who in _PINNING:
             if getattr(block.refs, who):
                 self._memory.pin(slot)
@@ -367,12 +367,8 @@ class Blocks:
         return {tenant: used for tenant, used in self._used.items() if used and tenant != NO_TENANT}
 
     def memory_by_tenant(self) -> Mapping[TenantId, int]:
-        """Return the bytes of every tenant's blocks in memory. Looks at every record; safe in any thread."""
-        found: Counter[TenantId] = Counter()
-        for block in self:
-            if (slot := block.in_memory) is not None and block.tenant:
-                found[block.tenant] += slot.size_bytes
-        return found
+        """Return the bytes of every tenant's blocks in memory."""
+        return {tenant: size for tenant, size in self._memory.kept_by.items() if size and tenant != NO_TENANT}
 
     def usage(self) -> TierUsage:
         """Return the usage of the disk."""

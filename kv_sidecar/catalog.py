@@ -38,6 +38,7 @@ from kv_sidecar.format.ids import BlockKey, require_fingerprint
 from kv_sidecar.format.manifest import all_keys, block_key, num_files
 from kv_sidecar.intake import Intake
 from kv_sidecar.limits import Limits
+from kv_sidecar.placements import Placements
 from kv_sidecar.promises import NOT_SAVED, Promises
 from kv_sidecar.refs import PENDING, Phase, Ref, Refs
 from kv_sidecar.retention import Leases, LeaseTerms, Removed, Retention, keys_of
@@ -103,6 +104,7 @@ class ContextCatalog:
             promises=self.promises,
             guarantee_bytes=limits.tenant_guarantee_bytes,
         )
+        self.placements = Placements(runtime, manifests, tiers)
         self._runtime = runtime
         self._blocks = tiers.blocks
         self._limits = limits
@@ -286,6 +288,7 @@ class ContextCatalog:
             await self._bring_pinned([record])
         if record.is_kept:
             await self.retention.replace(save.manifest())
+        await self.placements.carry_out(record, save.new.placements)
 
     async def seal_rest(self, borrower: str) -> None:
         """Seal the saves that a process of the engine has left behind, as far as all ranks' files have come.
@@ -486,10 +489,12 @@ class ContextCatalog:
         return record is not None and self.promises.is_promised(record)
 
     def _retain_soon(self, record: ManifestRecord, new: NewSave) -> None:
-        """Give kept KV the promise that a save of the same tokens asks for."""
+        """Give kept KV the promise and the placements that a save of the same tokens asks for."""
         if new.retain_ms:
             retaining = self.retain(record.tenant, [record.cache_ref], retain_ms=new.retain_ms, pinned=new.pinned)
             self._runtime.threads.begin(retaining)
+        if new.placements:
+            self._runtime.threads.begin(self.placements.carry_out(record, new.placements))
 
     async def restore_pins(self) -> None:
         """Bring the KV that is promised in memory there again, after a start."""

@@ -20,6 +20,7 @@ from contextcache.model import (
     KeptGroup,
     LoadedKV,
     Manifest,
+    Placement,
     Promise,
     SaveOutcome,
     SessionId,
@@ -97,12 +98,17 @@ class KVSidecarClient(ServiceClient):
             address, pb=pb, service=SERVICE_NAME, timeout_s=timeout_s, tls=tls, unavailable=SidecarUnavailable
         )
 
-    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
-        """Return whether the manifest became durable within `timeout_ms`, and the reason if it never will."""
-        answer = await self._call(
-            "WaitSealed", wait_ms=timeout_ms, tenant=tenant, cache_ref=cache_ref, timeout_ms=timeout_ms
-        )
-        return SaveOutcome(answer.sealed, answer.reason, value_of(Promise, answer.promise))
+    async def wait_sealed(
+        self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int, placements: Sequence[str] = ()
+    ) -> SaveOutcome:
+        """Return whether the manifest became durable within `timeout_ms`, and the reason if it never will.
+
+        `placements`: carried out once it is durable.
+        """
+        fields = {"tenant": tenant, "cache_ref": cache_ref, "timeout_ms": timeout_ms, "placements": placements}
+        answer = await self._call("WaitSealed", wait_ms=timeout_ms, **fields)
+        placed = tuple([value_of(Placement, it) for it in answer.placements])
+        return SaveOutcome(answer.sealed, answer.reason, value_of(Promise, answer.promise), placed)
 
     async def retain_context(
         self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, retain_ms: int, pinned: bool

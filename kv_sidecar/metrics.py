@@ -110,6 +110,12 @@ class SidecarMetrics:
             "tier is used up), `tenant_share` (the tenant's part is), `not_saved`.",
             "outcome",
         )
+        self.placements = self._counter(
+            "placements",
+            "Prefetches, demotions and shares of KV. `accepted`, or the reason for less.",
+            "placement",
+            "outcome",
+        )
         self.orphaned = self._counter(
             "orphaned_contexts",
             "Manifests removed because no session names them: after a lost delete, a crash, or a newer generation.",

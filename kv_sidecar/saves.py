@@ -53,6 +53,8 @@ class NewSave:
     """Minimum lifetime that is asked for, from the seal on; 0: none."""
     pinned: bool = False
     """Whether it is asked for in memory too."""
+    placements: tuple[str, ...] = ()
+    """Placements of kept KV that are carried out after its seal."""
 
     @property
     def is_expendable(self) -> bool:
@@ -88,7 +90,7 @@ class NewSave:
         """Return the fields on which all ranks of a save must agree beside the tokens."""
         groups = tuple(replace(group, runs=()) for group in self.groups) if _grows(self.groups) else self.groups
         own = replace(self, rank=0, token_ids=(), expires_at_ms=0, started_at_ms=0, interrupted=False)
-        return replace(own, groups=groups, early=False, source="", retain_ms=0, pinned=False)
+        return replace(own, groups=groups, early=False, source="", retain_ms=0, pinned=False, placements=())
 
 
 @dataclass(frozen=True, slots=True)

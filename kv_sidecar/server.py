@@ -138,7 +138,8 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         record = await self._catalog.wait_sealed(request.tenant, request.cache_ref, timeout_s=timeout_ms / 1000)
         if record is None:
             return pb.WaitSealedResponse(reason=self._catalog.refs.get(request.tenant, request.cache_ref).failure)
-        return message_of(pb.WaitSealedResponse, record, sealed=True)
+        placements = await self._catalog.placements.carry_out(record, request.placements)
+        return message_of(pb.WaitSealedResponse, record, sealed=True, placements=placements)
 
     @override
     async def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:

@@ -133,6 +133,7 @@ class Sidecar:
         stored = StoredKV(ObjectStore(self.settings.store_url), self.catalog, keys, self.metrics)
         shared = SharedTier(stored, self.runtime, self.settings.limits())
         self.catalog.manifests.on_change = shared.learn
+        self.catalog.placements.is_published = shared.takes
         self.metrics.store_waiting.set_function(lambda: shared.num_waiting)
         return shared
 
@@ -203,6 +204,7 @@ class Sidecar:
 
     async def drain(self) -> None:
         """Fetch nothing more. Idempotent."""
+        self.catalog.placements.stop()
         await self.pulls.close()
 
     def start_collecting(self) -> None:
@@ -226,9 +228,8 @@ class Sidecar:
         found = self.blocks.bytes_by_tenant()
         self.metrics.tenant_bytes.show(found, tenants_max=TENANTS_SHOWN_MAX)
         if self._meter is not None:
-            in_memory = await self.threads.run(self.blocks.memory_by_tenant)
             in_store = None if self._shared_collector is None else self._shared_collector.take_held()
-            await self._meter.look({"memory": in_memory, "disk": found}, store_kib_s=in_store)
+            await self._meter.look({"memory": self.blocks.memory_by_tenant(), "disk": found}, store_kib_s=in_store)
         return removed
 
     def _unneeded(self, orphans: Sequence[ManifestRecord]) -> list[ManifestRecord]:

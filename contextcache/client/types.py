@@ -28,7 +28,7 @@ class TurnFields(TypedDict, total=False):
     context_commit: bool
     truncation: Mapping[str, Any]
     kv_hints: Mapping[str, Any]
-    """Minimum lifetimes of the KV; `usage.context.hints` of the reply has the answers."""
+    """Lifetimes and placements of the KV; `usage.context.hints` of the reply has the answers."""
     if_match: int
     """Run only on this generation."""
     idempotency_key: str
@@ -50,7 +50,7 @@ class Changes(Terms, total=False):
     """Options of an update."""
 
     kv_hints: Mapping[str, Any]
-    """Minimum lifetimes of the KV; `raw["hints"]` of the context has the answers."""
+    """Lifetimes and placements of the KV; `raw["hints"]` of the context has the answers."""
 
 
 class CompactFields(Terms, total=False):
@@ -114,7 +114,7 @@ class ContextUsage:
     resumed: Sequence[Mapping[str, Any]] = ()
     """Continuations of the answer by other engines: `at_token`, `from`, `to`, `paused_ms`."""
     hints: Sequence[Mapping[str, Any]] = ()
-    """Answers to `kv_hints`: `action_id`, `action_type`, `outcome`, and `until` and `tier`, or `reason`."""
+    """Answers to `kv_hints`: `action_id`, `action_type`, `outcome`, and `until` or `bytes`, `tier` and `reason`."""
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 

@@ -192,6 +192,7 @@ class PrepareSaveRequest(google.protobuf.message.Message):
     EARLY_FIELD_NUMBER: builtins.int
     RETAIN_MS_FIELD_NUMBER: builtins.int
     PINNED_FIELD_NUMBER: builtins.int
+    PLACEMENTS_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
@@ -224,6 +225,10 @@ class PrepareSaveRequest(google.protobuf.message.Message):
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
         """What the KV is of, the same for all ranks. Empty: one group of full attention in blocks of the sidecar's size."""
 
+    @property
+    def placements(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Placements of the KV after its seal, as in WaitSealedRequest; for kept KV, for which no call waits."""
+
     def __init__(
         self,
         *,
@@ -240,8 +245,9 @@ class PrepareSaveRequest(google.protobuf.message.Message):
         early: builtins.bool = ...,
         retain_ms: builtins.int = ...,
         pinned: builtins.bool = ...,
+        placements: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "early", b"early", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "groups", b"groups", "pinned", b"pinned", "rank", b"rank", "retain_ms", b"retain_ms", "session_id", b"session_id", "started_at_ms", b"started_at_ms", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "early", b"early", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "groups", b"groups", "pinned", b"pinned", "placements", b"placements", "rank", b"rank", "retain_ms", b"retain_ms", "session_id", b"session_id", "started_at_ms", b"started_at_ms", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
 
 Global___PrepareSaveRequest: typing_extensions.TypeAlias = PrepareSaveRequest
 
@@ -736,20 +742,26 @@ class WaitSealedRequest(google.protobuf.message.Message):
     TENANT_FIELD_NUMBER: builtins.int
     CACHE_REF_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    PLACEMENTS_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     cache_ref: builtins.str
     """KV."""
     timeout_ms: builtins.int
     """Longest wait in ms, at most 30 000."""
+    @property
+    def placements(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Placements of the sealed KV, in order, at most 16: `prefetch`, `demote`, `share`."""
+
     def __init__(
         self,
         *,
         tenant: builtins.str = ...,
         cache_ref: builtins.str = ...,
         timeout_ms: builtins.int = ...,
+        placements: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "tenant", b"tenant", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "placements", b"placements", "tenant", b"tenant", "timeout_ms", b"timeout_ms"]) -> None: ...
 
 Global___WaitSealedRequest: typing_extensions.TypeAlias = WaitSealedRequest
 
@@ -764,6 +776,7 @@ class WaitSealedResponse(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     PROMISE_FIELD_NUMBER: builtins.int
+    PLACEMENTS_FIELD_NUMBER: builtins.int
     sealed: builtins.bool
     """True: durable. False: not within the time, or the save failed."""
     num_tokens: builtins.int
@@ -778,6 +791,10 @@ class WaitSealedResponse(google.protobuf.message.Message):
     def promise(self) -> Global___Promise:
         """The KV's promise."""
 
+    @property
+    def placements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Placement]:
+        """Answers to the placements in the request, in order."""
+
     def __init__(
         self,
         *,
@@ -786,11 +803,42 @@ class WaitSealedResponse(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         reason: builtins.str = ...,
         promise: Global___Promise | None = ...,
+        placements: collections.abc.Iterable[Global___Placement] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["promise", b"promise"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["num_tokens", b"num_tokens", "promise", b"promise", "reason", b"reason", "sealed", b"sealed", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_tokens", b"num_tokens", "placements", b"placements", "promise", b"promise", "reason", b"reason", "sealed", b"sealed", "size_bytes", b"size_bytes"]) -> None: ...
 
 Global___WaitSealedResponse: typing_extensions.TypeAlias = WaitSealedResponse
+
+@typing.final
+class Placement(google.protobuf.message.Message):
+    """Placement is an answer to a prefetch, a demotion or a share."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    outcome: builtins.str
+    """`accepted`, `clipped` or `denied`."""
+    reason: builtins.str
+    """Reason for less than was asked for; empty: all of it was granted."""
+    size_bytes: builtins.int
+    """Prefetch: bytes that memory has, or gets now. Demotion: bytes that left it. Share: bytes of the KV."""
+    tier: builtins.str
+    """Tier of these bytes: `host`, `disk` or `object`; empty after a denial."""
+    def __init__(
+        self,
+        *,
+        outcome: builtins.str = ...,
+        reason: builtins.str = ...,
+        size_bytes: builtins.int = ...,
+        tier: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcome", b"outcome", "reason", b"reason", "size_bytes", b"size_bytes", "tier", b"tier"]) -> None: ...
+
+Global___Placement: typing_extensions.TypeAlias = Placement
 
 @typing.final
 class Promise(google.protobuf.message.Message):

@@ -242,6 +242,7 @@ class KVSidecarServiceServicer(object):
 
     def WaitSealed(self, request, context):
         """WaitSealed returns once the manifest of a cache_ref is durable, or sealed=false at the deadline in the request.
+        It then carries out the placements in the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

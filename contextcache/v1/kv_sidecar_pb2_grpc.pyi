@@ -679,7 +679,9 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
     """
 
     WaitSealed: _KVSidecarServiceWaitSealedType
-    """WaitSealed returns once the manifest of a cache_ref is durable, or sealed=false at the deadline in the request."""
+    """WaitSealed returns once the manifest of a cache_ref is durable, or sealed=false at the deadline in the request.
+    It then carries out the placements in the request.
+    """
 
     GetManifest: _KVSidecarServiceGetManifestType
     """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's; with the code
@@ -947,7 +949,9 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         request: contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.WaitSealedResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.WaitSealedResponse]]:
-        """WaitSealed returns once the manifest of a cache_ref is durable, or sealed=false at the deadline in the request."""
+        """WaitSealed returns once the manifest of a cache_ref is durable, or sealed=false at the deadline in the request.
+        It then carries out the placements in the request.
+        """
 
     @abc.abstractmethod
     def GetManifest(

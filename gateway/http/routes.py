@@ -121,10 +121,10 @@ async def read_context(call: Asked, session_id: str) -> Json:
 
 @contexts.patch("/v1/context/{session_id}")
 async def patch_context(call: Asked, session_id: str, said: Fields) -> Json:
-    """Change the ttl, policy or metadata of a context, or ask for a promise on its KV, even while a turn runs."""
+    """Change the ttl, policy or metadata of a context, or place or protect its KV, even while a turn runs."""
     hints, terms = Hints(read_hints(said.get("kv_hints"))), read_terms(said)
     session, kv = await call.gateway.contexts.patch(call.tenant, session_id, terms)
-    answers = await call.gateway.contexts.retain(session, hints)
+    answers = await call.gateway.contexts.carry_out(session, hints)
     return context_object(session, kv) | ({"hints": answers} if answers else {})
 
 

@@ -19,6 +19,7 @@ from contextcache.model import (
     CacheSessionMetadata,
     ForkedKV,
     KeptGroup,
+    Placement,
     Promise,
     SessionId,
     SessionState,
@@ -180,6 +181,23 @@ class Holders:
             self.settings.sidecar_timeout_s,
         )
         return promise or Promise(reason="unavailable")
+
+    async def place(self, session: CacheSessionMetadata, placements: Sequence[str]) -> tuple[Placement, ...]:
+        """Have the holder carry out placements of a context's newest KV; return the answers.
+
+        Half of the call's time is left for a seal. No answer is a denial: `unavailable`.
+        """
+        if not session.cache_ref:
+            return ()
+        within_s = self.settings.sidecar_timeout_s
+        outcome = await self._asked(
+            session.holder,
+            lambda client: client.wait_sealed(
+                session.tenant, session.cache_ref, timeout_ms=round(500 * within_s), placements=placements
+            ),
+            within_s,
+        )
+        return outcome.placements if outcome else (Placement(reason="unavailable"),) * len(placements)
 
     async def fork(
         self, session: CacheSessionMetadata, child: CacheSessionMetadata, cache_ref: CacheRef

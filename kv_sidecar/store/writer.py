@@ -138,6 +138,10 @@ class SharedTier:
             self.runtime.metrics.store_writes.labels("queue_full").inc()
         self._wake()
 
+    def takes(self, tenant: TenantId) -> bool:
+        """Return whether the tenant's sealed KV is written to the store: it is encrypted, or needs no key."""
+        return self.stored.keys is None or bool(self.stored.keys.of(tenant))
+
     def learn(self, change: Change, record: ManifestRecord) -> None:
         """Queue a manifest that changed; replaced kept KV leaves once the rest is there."""
         if change != "replaced":

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from contextcache.errors import SidecarUnavailable
-from contextcache.model import CacheRef
+from contextcache.model import CacheRef, TenantId
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.tiers.arena import Region
 
@@ -39,6 +39,8 @@ class Slot:
     """Whether it has a block's bytes: it may be evicted while nothing pins it."""
     key: BlockKey | None = None
     """Block that it was kept for."""
+    tenant: TenantId = ""
+    """Owner of that block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class Memory:
         self._idle_bytes = 0
         """Bytes that the idle slots take up."""
         self.num_kept = self.kept_bytes = 0
+        self.kept_by: Counter[TenantId] = Counter()
+        """Bytes of kept slots by tenant."""
         self._lent: dict[int, LentSlot] = {}
         self._last_id = secrets.randbits(40) << 20
         """A slot id of the sidecar before this one is not taken for one of this one."""
@@ -113,19 +117,55 @@ class Memory:
         room_bytes = rounded(size_bytes)
         offset = self._extents.take(room_bytes)
         while offset is None and self._idle and room_bytes <= self.free_bytes + self._idle_bytes:
-            evicted = next(iter(self._idle))
-            offset = self._extents.take_at(self.free(evicted), room_bytes)
-            if evicted.key is not None:
-                self.on_evict(evicted.key)
-        if offset is None:
-            return None
-        return Slot(offset, size_bytes, room_bytes, 0 if self.region is None else self.region.generation(offset))
+            offset = self._extents.take_at(self.evict(next(iter(self._idle))), room_bytes)
+        return None if offset is None else self._slot_at(offset, size_bytes)
 
-    def keep(self, slot: Slot, key: BlockKey | None = None) -> None:
+    def share_bytes(self, tenant: TenantId) -> int:
+        """Return a tenant's share of the memory: an equal part for it and for each tenant with KV here."""
+        return self.limit_bytes // len({tenant, *+self.kept_by})
+
+    def allocate_fairly(
+        self, size_bytes: int, *, tenant: TenantId, bound_bytes: int, idle: Iterator[Slot]
+    ) -> Slot | None:
+        """As `allocate`, at no other tenant's cost; None: there is no such room.
+
+        `bound_bytes`: most bytes that the tenant may keep. `idle`: slots to evict in order: those of the tenant, and
+        those of tenants that keep their share, while the tenant has less than its own.
+        """
+        while True:
+            after_bytes = self.kept_by[tenant] + size_bytes
+            if after_bytes <= bound_bytes and (offset := self._extents.take(rounded(size_bytes))) is not None:
+                return self._slot_at(offset, size_bytes)
+            share_bytes = self.share_bytes(tenant)
+            for slot in idle:
+                is_surplus = after_bytes <= share_bytes <= self.kept_by[slot.tenant] - slot.size_bytes
+                if slot in self._idle and (slot.tenant == tenant or is_surplus):
+                    self.evict(slot)
+                    break
+            else:
+                return None
+
+    def _slot_at(self, offset: int, size_bytes: int) -> Slot:
+        generation = 0 if self.region is None else self.region.generation(offset)
+        return Slot(offset, size_bytes, rounded(size_bytes), generation)
+
+    def idle(self) -> list[Slot]:
+        """Return the slots that may be evicted, the least recently used first."""
+        return list(self._idle)
+
+    def evict(self, slot: Slot) -> int:
+        """Free an idle slot whose block stays on disk; return the start of the free stretch."""
+        start = self.free(slot)
+        if slot.key is not None:
+            self.on_evict(slot.key)
+        return start
+
+    def keep(self, slot: Slot, key: BlockKey | None = None, tenant: TenantId = "") -> None:
         """Keep a filled slot as a block's copy, as the most recently used."""
-        slot.is_kept, slot.key = True, key
+        slot.is_kept, slot.key, slot.tenant = True, key, tenant
         self.num_kept += 1
         self.kept_bytes += slot.size_bytes
+        self.kept_by[tenant] += slot.size_bytes
         self._add_idle(slot)
 
     def free(self, slot: Slot) -> int:
@@ -134,6 +174,7 @@ class Memory:
             slot.is_kept = False
             self.num_kept -= 1
             self.kept_bytes -= slot.size_bytes
+            self.kept_by[slot.tenant] -= slot.size_bytes
             if not slot.pins:
                 self._drop_idle(slot)
         if self.region is not None:

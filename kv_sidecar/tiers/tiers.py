@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
 
@@ -64,7 +65,7 @@ class FetchedBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class WantedBlock:
     """A block of a manifest: its position, its expected head and checksum."""
 
     key: BlockKey
@@ -74,13 +75,14 @@ class _Wanted:
 
     @property
     def expected(self) -> BlockMeta:
+        """Head that its file must have."""
         return block_meta(self.manifest, self.block_index, self.key.rank)
 
 
-def _wanted(manifest: Manifest, rank: int, block_indices: Iterable[int]) -> list[_Wanted]:
+def _wanted(manifest: Manifest, rank: int, block_indices: Iterable[int]) -> list[WantedBlock]:
     first, vouched = rank * num_files(manifest), manifest.block_checksums
     return [
-        _Wanted(block_key(manifest, index, rank), manifest, index, vouched[first + index] if vouched else "")
+        WantedBlock(block_key(manifest, index, rank), manifest, index, vouched[first + index] if vouched else "")
         for index in block_indices
     ]
 
@@ -224,7 +226,7 @@ class Tiers:
         finally:
             await _end(ahead)
 
-    async def _look_patiently(self, it: _Wanted, room_wait_s: float, *, in_slots: bool) -> FetchedBlock:
+    async def _look_patiently(self, it: WantedBlock, room_wait_s: float, *, in_slots: bool) -> FetchedBlock:
         """Serve one block; wait for a slot unless many loads wait already. Raises as `fetch`."""
         ends_s = asyncio.get_running_loop().time() + room_wait_s
         while True:
@@ -259,15 +261,23 @@ class Tiers:
 
     async def read_ahead(self, manifest: Manifest) -> None:
         """Bring the blocks that loads of a context will ask for from disk into memory, up to half of its size."""
-        limit_bytes, wanted = self.memory.limit_bytes // 2, []
-        for rank in range(manifest.world_size):
-            for it in _wanted(manifest, rank, range(num_files(manifest))):
-                limit_bytes -= self.blocks.get(it.key).stored_bytes or 0
-                if limit_bytes >= 0:
-                    wanted.append(it)
-        async with aclosing(self._bring(wanted)) as groups:
+        async with aclosing(self._bring(self.beginning(manifest, self.memory.limit_bytes // 2))) as groups:
             async for _ in groups:
                 pass
+
+    def beginning(self, manifest: Manifest, bytes_max: int) -> list[WantedBlock]:
+        """Return the blocks of all ranks, those of the first tokens first, as many as have at most so many bytes."""
+        ranks = [_wanted(manifest, rank, range(num_files(manifest))) for rank in range(manifest.world_size)]
+        blocks = [it for one in zip(*ranks, strict=True) for it in one]
+        ends = accumulate(self.blocks.get(it.key).stored_bytes or 0 for it in blocks)
+        return [it for it, end in zip(blocks, ends, strict=True) if end <= bytes_max]
+
+    async def prefetch(self, it: WantedBlock, allocate: Callable[[int], Slot | None]) -> bool:
+        """Read a block from disk into a slot of `allocate`; return whether it is in memory."""
+        await self._read_group([it], allocate)
+        block = self.blocks.get(it.key)
+        block.is_from_disk = False  # its load finds it in memory
+        return block.in_memory is not None
 
     async def free(self, keys: Iterable[BlockKey]) -> int:
         """Remove from both tiers every block that may go; return the bytes freed on disk.
@@ -310,7 +320,7 @@ class Tiers:
                 return
         log.warning("block in quarantine", extra={"block": key.file_name})
 
-    async def _bring(self, wanted: Sequence[_Wanted]) -> AsyncGenerator[Sequence[_Wanted], None]:
+    async def _bring(self, wanted: Sequence[WantedBlock]) -> AsyncGenerator[Sequence[WantedBlock], None]:
         """Yield blocks, some at a time, once their files are in memory as far as they can be; reads ahead.
 
         Blocks in memory are the first group. Several files a thread: each is small, and to begin a thread for it takes
@@ -320,7 +330,7 @@ class Tiers:
             yield here
             wanted = [it for it in wanted if self.blocks.get(it.key).in_memory is None]
         groups, num_begun, num_prefetched = self._groups(wanted), 0, 0
-        ahead, prefetches = deque[tuple[Sequence[_Wanted], asyncio.Task[None]]](), list[asyncio.Task[None]]()
+        ahead, prefetches = deque[tuple[Sequence[WantedBlock], asyncio.Task[None]]](), list[asyncio.Task[None]]()
         try:
             while True:
                 while len(ahead) <= _GROUPS_AHEAD and (group := next(groups, None)) is not None:
@@ -338,9 +348,9 @@ class Tiers:
         finally:
             await _end([*prefetches, *(task for _, task in ahead)])
 
-    def _groups(self, wanted: Sequence[_Wanted]) -> Iterator[Sequence[_Wanted]]:
+    def _groups(self, wanted: Sequence[WantedBlock]) -> Iterator[Sequence[WantedBlock]]:
         """Yield files that are read together: one, or some MiB of them."""
-        group: list[_Wanted] = []
+        group: list[WantedBlock] = []
         size_bytes = 0
         for it in wanted:
             file_bytes = self.blocks.get(it.key).stored_bytes or 0
@@ -352,11 +362,14 @@ class Tiers:
         if group:
             yield group
 
-    async def _read_group(self, wanted: Sequence[_Wanted]) -> None:
+    async def _read_group(
+        self, wanted: Sequence[WantedBlock], allocate: Callable[[int], Slot | None] | None = None
+    ) -> None:
         """Read files from disk straight into memory; a block with a step of another call is waited for.
 
         Says nothing of files that cannot be read: the load that asks for them finds out.
         """
+        allocate = allocate or self.memory.allocate
         others, mine = [], []
         for it in wanted:
             block = self.blocks.get(it.key)
@@ -364,7 +377,7 @@ class Tiers:
                 continue
             if block.over is not None:
                 others.append(block.over)
-            elif (slot := self.memory.allocate(block.disk_bytes or 0)) is not None:
+            elif (slot := allocate(block.disk_bytes or 0)) is not None:
                 mine.append((it, block, slot))
         with self.blocks.step("read", *[block for _, block, _ in mine]):
             are_read = await self._threads.run(lambda: [self._read_file(*it) for it in mine]) if mine else []
@@ -376,7 +389,7 @@ class Tiers:
         for other in others:
             await other.wait()
 
-    def _read_file(self, it: _Wanted, block: Block, slot: Slot) -> bool:
+    def _read_file(self, it: WantedBlock, block: Block, slot: Slot) -> bool:
         """Read a file into a slot by the word of its head; return whether it was. Runs in a thread."""
         room, began_s = self.memory.view(slot), perf_counter()
         try:
@@ -387,18 +400,18 @@ class Tiers:
             return False
         return True
 
-    def _at_hand(self, it: _Wanted) -> FetchedBlock | None:
+    def _at_hand(self, it: WantedBlock) -> FetchedBlock | None:
         """Return a block that is in memory; None: it is not, or it is stored no more."""
         block = self.blocks.get(it.key)
         slot = block.in_memory if block.is_stored else None
         return None if slot is None else self._served(it, block, slot=slot)
 
-    def _served(self, it: _Wanted, block: Block, *, slot: Slot | None, data: Buffer = b"") -> FetchedBlock:
+    def _served(self, it: WantedBlock, block: Block, *, slot: Slot | None, data: Buffer = b"") -> FetchedBlock:
         tier: TierName = "disk" if block.is_from_disk or block.in_memory is None else "host"
         block.is_from_disk = False
         return FetchedBlock(it.block_index, tier, it.vouched, slot, data)
 
-    async def _look(self, it: _Wanted, *, in_slots: bool, is_kept: bool = True) -> FetchedBlock:
+    async def _look(self, it: WantedBlock, *, in_slots: bool, is_kept: bool = True) -> FetchedBlock:
         """Serve one block, every byte compared: from memory, else from disk by way of memory if it `is_kept` there."""
         block = await self.blocks.settled(it.key)
         if not block.is_stored:
@@ -417,7 +430,7 @@ class Tiers:
                     self.memory.unpin(slot)
             return await self._look_on_disk(it, block, in_slots=in_slots, is_kept=is_kept)
 
-    async def _look_on_disk(self, it: _Wanted, block: Block, *, in_slots: bool, is_kept: bool) -> FetchedBlock:
+    async def _look_on_disk(self, it: WantedBlock, block: Block, *, in_slots: bool, is_kept: bool) -> FetchedBlock:
         slot = self.memory.allocate(block.disk_bytes or 0) if is_kept else None
         if slot is None and in_slots:
             raise StorageFull("leased and lent slots leave no room in the memory tier")
@@ -443,14 +456,14 @@ class Tiers:
             if slot is not None and not slot.is_kept:
                 self.memory.free(slot)
 
-    def _read_memory(self, it: _Wanted, slot: Slot, in_slots: bool) -> Buffer:  # noqa: FBT001  # run in a thread
+    def _read_memory(self, it: WantedBlock, slot: Slot, in_slots: bool) -> Buffer:  # noqa: FBT001  # run in a thread
         view, began_s = self.memory.view(slot), perf_counter()
         data: Buffer = view if in_slots else bytes(view)
         parse_block_file(data).verify(it.expected, vouched=it.vouched)
         self._metrics.io("read", "host", len(data), began_s)
         return b"" if in_slots else data
 
-    def _read_disk(self, it: _Wanted, room: memoryview) -> None:
+    def _read_disk(self, it: WantedBlock, room: memoryview) -> None:
         began_s = perf_counter()
         self.disk.read_into(it.key, room)
         self._metrics.io("read", "disk", len(room), began_s)

@@ -36,6 +36,18 @@ class GatewaySidecarContract:
         assert await sidecar.wait_sealed("other", ref, timeout_ms=0) == SaveOutcome(is_sealed=False)
         assert await sidecar.wait_sealed("demo", new_cache_ref(), timeout_ms=0) == SaveOutcome(is_sealed=False)
 
+    async def test_placements_are_carried_out_for_sealed_kv_of_its_tenant_alone(self, sidecar, keep):
+        """Seen failing: without `placements` in the request nothing was carried out."""
+        ref = await keep("ctx_1", "demo")
+        foreign = await sidecar.wait_sealed("other", ref, timeout_ms=0, placements=("demote",))
+        _, tier = await sidecar.get_manifest("demo", ref)
+        outcome = await sidecar.wait_sealed("demo", ref, timeout_ms=0, placements=("prefetch", "demote"))
+
+        assert foreign.placements == ()
+        assert tier == "host"
+        assert [it.outcome for it in outcome.placements] == ["accepted"] * 2
+        assert all(it.size_bytes > 0 and it.tier in {"host", "disk"} for it in outcome.placements)
+
     async def test_a_promise_is_given_for_sealed_kv_of_its_tenant_alone(self, sidecar, keep):
         ref = await keep("ctx_1", "demo")
         promise = await sidecar.retain_context("demo", [new_cache_ref(), ref], retain_ms=60_000, pinned=False)

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 from contextcache.clock import Clock, SystemClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
-from contextcache.model import CacheRef, ForkedKV, KeptGroup, Manifest, Promise, SaveOutcome, SessionId, TenantId
+from contextcache.model import (
+    CacheRef,
+    ForkedKV,
+    KeptGroup,
+    Manifest,
+    Placement,
+    Promise,
+    SaveOutcome,
+    SessionId,
+    TenantId,
+)
 from contextcache.names import KEPT_PREFIX
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.recent import Beginnings
@@ -46,13 +56,16 @@ class MemorySidecar:
         """Remember why there is no KV under a name."""
         self._failed[tenant, cache_ref] = reason
 
-    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
-        """Return whether it is held, or why not. Never waits."""
+    async def wait_sealed(
+        self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int, placements: Sequence[str] = ()
+    ) -> SaveOutcome:
+        """Return whether it is held, or why not. Never waits. Accepts every placement: there is one tier."""
         del timeout_ms
         self._check_up()
         found = self._kept.get(cache_ref)
         if found is not None and found[0].tenant == tenant:
-            return SaveOutcome(is_sealed=True)
+            placed = tuple(Placement("accepted", "", found[0].size_bytes, found[1]) for _ in placements)
+            return SaveOutcome(is_sealed=True, placements=placed)
         return SaveOutcome(is_sealed=False, reason=self._failed.get((tenant, cache_ref), ""))
 
     async def retain_context(

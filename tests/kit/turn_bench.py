@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from context_manager.manager import ContextCacheManager
 from contextcache.clock import Clock, ManualClock
 from contextcache.identity import Identity, Standby, sign_identity
-from contextcache.model import NO_PROMISE, Promise, SaveOutcome
+from contextcache.model import NO_PROMISE, Placement, Promise, SaveOutcome
 from integrations.lmcache.instead_of_sidecar import LMCacheKV
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.session_store import in_valkey
@@ -66,6 +66,8 @@ class SidecarInProcess:
     no_kv: str = ""
     """Why there will be no KV."""
     promise: Promise = NO_PROMISE
+    placed: dict[str, Placement] = field(default_factory=dict)
+    """Answers to placements; empty: none is carried out."""
     report: Any = None
     fault: Exception | None = None
     deleted: list[tuple[str, ...]] = field(default_factory=list)
@@ -77,10 +79,11 @@ class SidecarInProcess:
     async def read_ahead(self, tenant, cache_refs):
         self.read.append(cache_refs)
 
-    async def wait_sealed(self, tenant, cache_ref, *, timeout_ms):
+    async def wait_sealed(self, tenant, cache_ref, *, timeout_ms, placements=()):
         if self.fault:
             raise self.fault
-        return SaveOutcome(self.sealed and not self.no_kv, self.no_kv, self.promise)
+        placed = tuple(self.placed[name] for name in placements if self.placed)
+        return SaveOutcome(self.sealed and not self.no_kv, self.no_kv, self.promise, placed)
 
     async def load_report(self, request_id, *, timeout_ms):
         if self.fault:

@@ -184,6 +184,8 @@ class SavePlan:
     retain_ms: int = 0
     pinned: bool = False
     """Promise that the KV is to get at its seal, as in KVTransfer."""
+    placements: tuple[str, ...] = ()
+    """Placements of kept KV after its seal, as in KVTransfer."""
 
     @property
     def num_tokens(self) -> int:

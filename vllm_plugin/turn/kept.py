@@ -109,6 +109,7 @@ class KeptRequests:
             prefix_at=kept.kv_at or identity.prefix_at,
             retain_ms=hints.retain_ms(),
             pinned=hints.pinned,
+            placements=hints.placements,
         )
         signed = sign_kv_transfer(order, self.secret)
         # No model in the salt: it is that of the tenant's requests which are not kept.

@@ -45,8 +45,13 @@ class KVStore(Protocol):
         """Bring KV into memory that the engine is about to ask for."""
         ...
 
-    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
-        """Return whether the KV became durable within the time, and if it never will, why."""
+    async def wait_sealed(
+        self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int, placements: Sequence[str] = ()
+    ) -> SaveOutcome:
+        """Return whether the KV became durable within the time, and if it never will, why.
+
+        `placements`: carried out once it is durable, by a store that can.
+        """
         ...
 
     async def committed(

@@ -172,17 +172,16 @@ class Settlement:
         Too late is counted, not an error: the KV may still come.
         """
         assert turn.save_ref is not None
-        begun_ms = self.clock.now_ms()
+        begun_ms, placements = self.clock.now_ms(), turn.request.hints.placements
         with child_span("turn wait for seal"):
             try:
-                outcome = await self.kv.wait_sealed(
-                    turn.session.tenant, turn.save_ref, timeout_ms=self.settings.rpc_deadline_ms
+                turn.saved = await self.kv.wait_sealed(
+                    turn.session.tenant, turn.save_ref, timeout_ms=self.settings.rpc_deadline_ms, placements=placements
                 )
             except ContextCacheError as exc:
-                outcome = SaveOutcome(is_sealed=False, reason=exc.code)
-        turn.promise = outcome.promise
-        if not outcome.is_sealed and turn.is_create:
-            turn.no_kv = outcome.reason or _LATE
+                turn.saved = SaveOutcome(is_sealed=False, reason=exc.code)
+        if not turn.saved.is_sealed and turn.is_create:
+            turn.no_kv = turn.saved.reason or _LATE
             self.metrics.unsealed_creates.inc()
         turn.timings_ms["seal"] = self.clock.now_ms() - begun_ms
 

@@ -75,9 +75,11 @@ class SidecarKV:
         """See ports.KVStore."""
         await self._client.read_ahead(session.tenant, session.cache_refs)
 
-    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
+    async def wait_sealed(
+        self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int, placements: Sequence[str] = ()
+    ) -> SaveOutcome:
         """See ports.KVStore."""
-        return await self._client.wait_sealed(tenant, cache_ref, timeout_ms=timeout_ms)
+        return await self._client.wait_sealed(tenant, cache_ref, timeout_ms=timeout_ms, placements=placements)
 
     async def committed(
         self,

@@ -11,7 +11,7 @@ from opentelemetry.context import Context, get_current
 from typing_extensions import override
 
 from contextcache.identity import Identity
-from contextcache.model import NO_PROMISE, CacheRef, CacheSessionMetadata, LoadedKV, Promise, SessionId, UsageFormat
+from contextcache.model import NO_SAVE, CacheRef, CacheSessionMetadata, LoadedKV, SaveOutcome, SessionId, UsageFormat
 from contextcache.phases import Phases
 from vllm_plugin.turn.answer.chat import Dialect
 from vllm_plugin.turn.answer.diagnostics import Comparison
@@ -142,8 +142,8 @@ class Turn(AnsweredRequest):
     """The prompt beside that of the answer in `request.compared_with`; None: that names none."""
     retain_ms: int = 0
     """Minimum lifetime that its KV asks for; 0: none."""
-    promise: Promise = NO_PROMISE
-    """Answer of the sidecar to that."""
+    saved: SaveOutcome = NO_SAVE
+    """Result of its save, with the answers to its hints, if it has waited for that."""
     num_precomputed: int = 0
     """Prompt tokens that pieces computed before the turn. The engine counts them as cached."""
     no_kv: str = ""

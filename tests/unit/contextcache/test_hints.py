@@ -11,7 +11,7 @@ from openai.types.responses.response_create_params import PromptCacheOptions
 
 from contextcache.errors import InvalidRequest
 from contextcache.hints import ACTIONS_MAX, Hint, Hints, marked_ms, read_hints
-from contextcache.model import NO_PROMISE, Promise
+from contextcache.model import NO_PROMISE, Placement, Promise, SaveOutcome
 
 MINUTE_MS, HOUR_MS, DAY_MS = 60_000, 3_600_000, 86_400_000
 RETAIN = {"action_type": "retain", "payload": {"ttl": 600}}
@@ -67,10 +67,11 @@ def test_a_malformed_hint_is_refused_by_its_field(value: Any) -> None:
 
 
 def test_each_hint_has_one_answer() -> None:
-    hints = Hints(asked(RETAIN, {"action_type": "pin", "payload": {"ttl": 900}}, {"action_type": "share"}))
+    hints = Hints(asked(RETAIN, {"action_type": "pin", "payload": {"ttl": 900}}, {"action_type": "compress"}))
 
     def outcomes(promise: Promise, *, retain_ms: int = 900_000) -> list[tuple[str, Any]]:
-        answers = hints.answers(promise, retain_ms=retain_ms, expires_at_ms=10**15)
+        saved = SaveOutcome(is_sealed=True, promise=promise)
+        answers = hints.answers(saved, retain_ms=retain_ms, expires_at_ms=10**15)
         return [(answer["outcome"], answer.get("tier") or answer["reason"]) for answer in answers]
 
     unsupported = ("denied", "unsupported")
@@ -82,8 +83,33 @@ def test_each_hint_has_one_answer() -> None:
     assert outcomes(NO_PROMISE)[0] == ("denied", "not_saved")
 
 
+def test_placements_are_answered_in_their_places_and_without_an_answer_denied() -> None:
+    """Seen failing: answers were given to the first hints, whatever these asked for."""
+    hints = Hints(asked({"action_type": "Prefetch"}, RETAIN, {"action_type": "demote"}, {"action_type": "share"}))
+    placed = (Placement("accepted", "", 7, "host"), Placement("clipped", "in_use", 3, "disk"))
+    saved = SaveOutcome(is_sealed=True, promise=Promise(5_000), placements=placed)
+    answers = hints.answers(saved, retain_ms=600_000, expires_at_ms=10**15)
+
+    assert hints.placements == ("prefetch", "demote", "share")
+    assert answers == [
+        {"action_id": "0", "action_type": "Prefetch", "outcome": "accepted", "bytes": 7, "tier": "host"},
+        {"action_id": "1", "action_type": "retain", "outcome": "accepted", "until": 5, "tier": "disk"},
+        {
+            "action_id": "2",
+            "action_type": "demote",
+            "outcome": "clipped",
+            "bytes": 3,
+            "tier": "disk",
+            "reason": "in_use",
+        },
+        {"action_id": "3", "action_type": "share", "outcome": "denied", "reason": "not_saved"},
+    ]
+    assert Hints(asked({"action_type": "demote"})).retain_ms() == 0
+
+
 def test_a_promise_is_told_to_end_with_its_context() -> None:
-    [answer] = Hints(asked(RETAIN)).answers(Promise(9_000), retain_ms=600_000, expires_at_ms=7_000)
+    saved = SaveOutcome(is_sealed=True, promise=Promise(9_000))
+    [answer] = Hints(asked(RETAIN)).answers(saved, retain_ms=600_000, expires_at_ms=7_000)
 
     assert answer == {"action_id": "0", "action_type": "retain", "outcome": "accepted", "until": 7, "tier": "disk"}
 

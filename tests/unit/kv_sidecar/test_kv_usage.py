@@ -94,9 +94,10 @@ async def test_what_the_collector_of_the_store_counted_is_told_too(meter, sink):
 def test_copies_in_memory_are_of_the_tenant_whose_file_they_are():
     store = MemoryBlocks(1024)
     ours, foreign = (BlockKey("block", digit * 64, 0) for digit in "ab")
+    store.blocks.open({ours: 4, foreign: 9}, None)
+    store.blocks.vouch(ours, "a", None)
     store.put(ours, bytes(4))
     store.put(foreign, bytes(9))
-    store.blocks.vouch(ours, "a", None)
 
     assert store.blocks.memory_by_tenant() == {"a": 4}
 

@@ -172,6 +172,7 @@ def save_plan(
         traceparent=transfer.traceparent,
         retain_ms=transfer.retain_ms if cache_ref == transfer.save else 0,
         pinned=transfer.pinned,
+        placements=transfer.placements if cache_ref == transfer.save else (),
     )
 
 

@@ -384,6 +384,7 @@ class Saver(RankParts):
             started_at_ms=plan.started_at_ms,
             retain_ms=plan.retain_ms,
             pinned=plan.pinned,
+            placements=plan.placements,
             groups=[message_of(pb.KVGroup, group) for group in groups],
         )
         return sidecar.prepare_save(request, timeout_s)

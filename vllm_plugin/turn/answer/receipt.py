@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from contextcache.identity import COMPUTED_SOON, SOON_MS
-from contextcache.model import NO_PROMISE, LoadedKV, UsageFormat, saved_share
+from contextcache.model import NO_SAVE, LoadedKV, UsageFormat, saved_share
 
 if TYPE_CHECKING:
     from vllm_plugin.turn.turn import Turn
@@ -119,7 +119,7 @@ def usage_object(turn: Turn, usage: TurnUsage, outcome: CommitOutcome) -> dict[s
         "reason": outcome.reason or turn.no_kv or None,
         "resumed": turn.resumed or None,
         "hints": turn.request.hints.answers(
-            turn.promise if outcome.committed else NO_PROMISE,
+            turn.saved if outcome.committed else NO_SAVE,
             retain_ms=turn.retain_ms,
             expires_at_ms=outcome.expires_at_ms,
         )

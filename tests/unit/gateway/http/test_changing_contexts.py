@@ -84,11 +84,12 @@ async def test_a_hint_is_answered_beside_the_context(client, parts):
     await parts.directory.add("ctx_1", holder="pod-a")
     parts.sidecars["pod-a"].keep(manifest_of("ctx_1"))
     answer = await client.patch("/v1/context/ctx_1", json={"kv_hints": HINTS})
-    [granted, denied] = answer.json()["hints"]
+    [granted, placed] = answer.json()["hints"]
 
     assert granted["outcome"] == "accepted"
     assert granted["until"] <= answer.json()["expires_at"]
-    assert (denied["outcome"], denied["reason"]) == ("denied", "unsupported")
+    assert placed["outcome"] == "accepted"
+    assert placed["bytes"] == answer.json()["bytes"]
 
 
 @pytest.mark.parametrize(("reason", "is_up", "has_kv"), [("unavailable", False, True), ("not_saved", True, False)])
@@ -100,7 +101,7 @@ async def test_a_hint_that_cannot_be_kept_is_denied_and_the_context_is_changed(c
     answer = await client.patch("/v1/context/ctx_1", json={"kv_hints": HINTS, "metadata": {"a": "b"}})
 
     assert (answer.status_code, answer.json()["metadata"]) == (200, {"a": "b"})
-    assert (answer.json()["hints"][0]["outcome"], answer.json()["hints"][0]["reason"]) == ("denied", reason)
+    assert [(it["outcome"], it["reason"]) for it in answer.json()["hints"]] == [("denied", reason)] * 2
 
 
 async def test_a_malformed_hint_changes_nothing(client, parts):

@@ -95,6 +95,7 @@ class FakeSidecar(EngineSidecarClient):
         self.handshakes: list[str] = []
         self.prepared: dict[str, Manifest] = {}
         self.asked_promises: dict[str, set[tuple[int, bool]]] = {}
+        self.asked_placements: dict[str, set[tuple[str, ...]]] = {}
         """Promises (lifetime in ms, pinned) that the announcements of each save asked for."""
         self.prepare_timeouts_s: list[float] = []
         self.early: set[str] = set()
@@ -133,6 +134,7 @@ class FakeSidecar(EngineSidecarClient):
     def prepare_save(self, request, timeout_s):
         self._arrived_in_time("prepare_save", request, timeout_s)
         self.asked_promises.setdefault(request.cache_ref, set()).add((request.retain_ms, request.pinned))
+        self.asked_placements.setdefault(request.cache_ref, set()).add(tuple(request.placements))
         token_ids = unpack_token_ids(request.token_ids)
         groups = tuple(value_of(KVGroup, group) for group in request.groups)
         manifest = with_files(

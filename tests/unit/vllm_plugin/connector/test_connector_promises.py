@@ -1,4 +1,4 @@
-"""A save carries the promise that its signed order asks for; a checkpoint of its prompt carries none."""
+"""A save carries the promise and the placements that its order asks for; a checkpoint of its prompt carries none."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def test_a_save_asks_for_the_promise_of_its_order(
     """Seen failing: without `retain_ms` in the plan the sidecar was asked for nothing."""
     engine = start_engine(extra={"early_saves": early}, windows=windows)
     order = verify_kv_transfer(transfer(save=A)[KV_TRANSFER_KEY], SECRET)
-    order = replace(order, retain_ms=60_000, pinned=True)
+    order = replace(order, retain_ms=60_000, pinned=True, placements=("demote",))
     engine.loop.play("save", PROMPT, params={KV_TRANSFER_KEY: sign_kv_transfer(order, SECRET)})
-    asked = engine.sidecar.asked_promises
+    asked, placed = engine.sidecar.asked_promises, engine.sidecar.asked_placements
 
     assert asked[A] == {(60_000, True)}
+    assert placed[A] == {("demote",)}
+    assert placed.get(prompt_ref(A), {()}) == {()}
     assert {retain_ms for retain_ms, _ in asked.get(prompt_ref(A), {(0, True)})} == {0}

@@ -6,7 +6,7 @@ import pytest
 
 from contextcache.errors import LeaseLost, SidecarUnavailable
 from contextcache.identity import KV_TRANSFER_KEY, verify_kv_transfer
-from contextcache.model import Promise
+from contextcache.model import Placement, Promise
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import SECRET, Pod
 
@@ -70,6 +70,37 @@ async def test_a_hint_is_ordered_from_the_engine_and_answered(pod, path):
             "tier": "disk",
         }
     ]
+
+
+PLACEMENTS = {"actions": [{"action_type": "demote"}, {"action_type": "Share"}]}
+
+
+@pytest.mark.parametrize("path", sorted(BODIES))
+async def test_a_placement_is_carried_out_after_the_seal_and_answered(pod, path):
+    """Seen failing: the turn waited for its seal and asked for no placement."""
+    pod.sidecar.placed = {
+        "demote": Placement("accepted", "", 9, "disk"),
+        "share": Placement("clipped", "no_store", 9, "disk"),
+    }
+    answer = await turn(pod, path, kv_hints=PLACEMENTS)
+    names = {"action_id", "action_type"}
+
+    assert [{k: v for k, v in it.items() if k not in names} for it in told(answer)] == [
+        {"outcome": "accepted", "bytes": 9, "tier": "disk"},
+        {"outcome": "clipped", "bytes": 9, "tier": "disk", "reason": "no_store"},
+    ]
+    assert (order_of(pod).retain_ms, order_of(pod).placements) == (0, ())  # the wait carries them out
+
+
+async def test_a_placement_of_kv_that_no_commit_names_is_denied(pod):
+    await turn(pod, "/v1/completions")
+    pod.sidecar.placed = {"demote": Placement("accepted", "", 9, "disk"), "share": Placement("accepted")}
+    pod.manager.fault = ("commit_turn", LeaseLost("gone"))
+    refused = await turn(pod, "/v1/completions", prompt=" more", kv_hints=PLACEMENTS)
+    read_only = await turn(pod, "/v1/completions", prompt=" more", context_commit=False, kv_hints=PLACEMENTS)
+
+    for answer in (refused, read_only):
+        assert [(it["outcome"], it["reason"]) for it in told(answer)] == [("denied", "not_saved")] * 2
 
 
 async def test_an_answer_without_hints_tells_none_and_waits_for_no_seal(pod):
@@ -186,6 +217,14 @@ async def test_a_kept_request_asks_for_its_promise_with_its_save(pod, path, more
     order = order_of(pod)
 
     assert (order.session_id, order.retain_ms) == (GROUP, retain_ms)
+
+
+@pytest.mark.parametrize("path", sorted(BODIES))
+async def test_a_kept_request_has_its_placements_with_its_save(pod, path):
+    """Seen failing: without `placements` in the order, kept KV stayed where it was."""
+    await pod.post(path, {"model": "m", **BODIES[path], "kv_hints": PLACEMENTS}, pod.identity(kept=GROUP))
+
+    assert order_of(pod).placements == ("demote", "share")
 
 
 async def test_malformed_hints_of_a_kept_request_are_refused(pod):

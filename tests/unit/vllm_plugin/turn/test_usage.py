@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contextcache.hints import NO_HINTS
-from contextcache.model import NO_PROMISE, LoadedKV, UsageFormat
+from contextcache.model import NO_SAVE, LoadedKV, UsageFormat
 from vllm_plugin.turn.answer.receipt import CommitOutcome, TurnUsage, usage_object
 
 COMMITTED = CommitOutcome(committed=True, generation=2, expires_at_ms=1000)
@@ -23,7 +23,7 @@ def told(counts, outcome=COMMITTED, usage_format=UsageFormat.CONTEXT):
     prompt = SimpleNamespace(diverged=None, truncated_tokens=0)
     request = SimpleNamespace(hints=NO_HINTS)
     turn = SimpleNamespace(usage=usage_format, match="", no_kv="", prompt=prompt, resumed=[], request=request)
-    turn.promise, turn.retain_ms = NO_PROMISE, 0
+    turn.saved, turn.retain_ms = NO_SAVE, 0
     return usage_object(turn, counts, outcome)
 
 
