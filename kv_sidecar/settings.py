@@ -35,8 +35,8 @@ class SidecarSettings(TlsSettings, TracingSettings):
     """Directory of blocks and manifests, for one process at a time."""
     memory_limit_bytes: int | None = Field(None, ge=0)
     """Bytes of the memory tier. The sidecar allocates them at the start and shares them with the engine (the arena). 0:
-    no memory tier; blocks travel as gRPC frames. Empty: a quarter of the container's memory limit, or 1 GiB without a
-    limit."""
+    no memory tier, and the engine saves and loads no KV. Empty: a quarter of the container's memory limit, or 1 GiB
+    without a limit."""
     disk_limit_bytes: int = Field(32 << 30, ge=0)
     """Maximum bytes of blocks on disk. From 95 % the sidecar evicts the least recently used contexts, down to 90 %. 0:
     no limit but the volume's size, and a save on a full volume fails."""
