@@ -17,7 +17,7 @@ from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, ContextCacheError, InvalidRequest
 from contextcache.model import TenantId, Usage
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.format.manifest import MAX_WORLD_SIZE
+from kv_sidecar.format.manifest import check_rank
 from kv_sidecar.orphans import ManagerQuestions
 
 log = logging.getLogger(__name__)
@@ -86,10 +86,7 @@ class LoadReports:
             raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
         if not 0 <= report.size_bytes <= MAX_SIZE_BYTES:
             raise InvalidRequest(f"size_bytes must be from 0 to {MAX_SIZE_BYTES}", param="size_bytes")
-        if not 0 <= report.rank < max(report.world_size, 1) <= MAX_WORLD_SIZE:
-            raise InvalidRequest(
-                f"rank must be below world_size, and world_size at most {MAX_WORLD_SIZE}", param="rank"
-            )
+        check_rank(report.rank, max(report.world_size, 1))
         self.forget_old()
         kept = self._reports.get(report.request_id)
         if kept is None:

@@ -19,7 +19,7 @@ from contextcache.names import (
 )
 from kv_sidecar.format.block_file import BlockMeta, file_meta
 from kv_sidecar.format.ids import BlockKey, check_fingerprint_text, pack_token_ids
-from kv_sidecar.format.manifest import MAX_WORLD_SIZE, check_groups, context_files, file_key, next_files
+from kv_sidecar.format.manifest import check_groups, check_rank, context_files, file_key, next_files
 
 Source: TypeAlias = Literal["", "peer", "object"]
 """Origin of KV that a pull brings; empty: the engine of this pod."""
@@ -74,10 +74,7 @@ class NewSave:
         check_tenant(self.tenant)
         check_session_id(self.session_id)
         check_cache_refs([self.cache_ref])
-        if not 0 <= self.rank < self.world_size <= MAX_WORLD_SIZE:
-            raise InvalidRequest(
-                f"rank must be below world_size, and world_size at most {MAX_WORLD_SIZE}", param="rank"
-            )
+        check_rank(self.rank, self.world_size)
         if not self.token_ids:
             raise InvalidRequest("a save must have at least one token", param="token_ids")
         check_fingerprint_text(self.fingerprint)

@@ -24,7 +24,7 @@ from contextcache.wire.tracing import NO_TRACER, Tracer
 from kv_sidecar.catalog import ForkTerms
 from kv_sidecar.client import SERVICE_NAME, TIER_NAMES
 from kv_sidecar.format.ids import check_fingerprint
-from kv_sidecar.format.manifest import MAX_WORLD_SIZE
+from kv_sidecar.format.manifest import check_rank
 from kv_sidecar.moving.peer import STREAMS_MAX, FrameAssembly
 from kv_sidecar.moving.pulling import Wanted
 from kv_sidecar.retention import LeaseTerms
@@ -74,10 +74,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeResponse:
         settings = self._sidecar.settings
         check_fingerprint(request.fingerprint, request.fingerprint_json)
-        if not 0 <= request.rank < request.world_size <= MAX_WORLD_SIZE:
-            raise InvalidRequest(
-                f"rank must be below world_size, and world_size at most {MAX_WORLD_SIZE}", param="rank"
-            )
+        check_rank(request.rank, request.world_size)
         self._sidecar.engine.introduce(request.rank, request.world_size, request.fingerprint, request.fingerprint_json)
         return pb.HandshakeResponse(
             block_tokens=settings.block_tokens,

@@ -182,6 +182,12 @@ _INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
 _CHECKSUM = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise InvalidRequest for a rank that no engine has."""
+    if not 0 <= rank < world_size <= MAX_WORLD_SIZE:
+        raise InvalidRequest(f"rank must be below world_size, and world_size at most {MAX_WORLD_SIZE}", param="rank")
+
+
 def num_files(manifest: Manifest) -> int:
     """Return how many block files one rank has."""
     return len(manifest.files)

@@ -444,8 +444,6 @@ class Tiers:
             damaged = DamagedBlock(str(exc))
             damaged.key = it.key
             raise damaged from exc
-        except OSError as exc:
-            raise SidecarUnavailable("the disk cannot be read") from exc
         else:
             data = b"" if in_slots else room if slot is None else bytes(room)
             fetched = self._served(it, block, slot=slot if in_slots else None, data=data)
