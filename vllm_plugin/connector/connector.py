@@ -8,7 +8,7 @@ without work too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -60,28 +60,21 @@ class ConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
 
 @dataclass(frozen=True, slots=True)
 class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not followed by mypy
-    """News of one step, sent by the workers to the scheduler."""
+    """News of one step, sent by the workers to the scheduler. A field joins those of all ranks."""
 
-    ended_saves: frozenset[str] = frozenset()
+    ended_saves: tuple[str, ...] = ()
     """cache_refs of saves that were sealed or ended without one."""
     adapters: tuple[AdapterWord, ...] = ()
     arenas: tuple[ArenaWord, ...] = ()
     ranks: tuple[RankFacts, ...] = ()
     """Facts of ranks, in their first news. vLLM's handshake has room for one connector's."""
-    uncarried: tuple[str, str] | None = None
+    uncarried: tuple[tuple[str, str], ...] = ()
     """Reason and text of a rank's UncarriedEngine."""
     weights: tuple[WeightsWord, ...] = ()
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
-        return WorkerNews(
-            self.ended_saves | other.ended_saves,
-            self.adapters + other.adapters,
-            self.arenas + other.arenas,
-            self.ranks + other.ranks,
-            self.uncarried or other.uncarried,
-            self.weights + other.weights,
-        )
+        return WorkerNews(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not followed by mypy
@@ -118,7 +111,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 check_failure_policy(vllm_config)
             groups = carried_groups(vllm_config, kv_cache_config)
         except UncarriedEngine as exc:
-            self._first_news = WorkerNews(uncarried=(exc.reason, exc.text))
+            self._first_news = WorkerNews(uncarried=((exc.reason, exc.text),))
         if role == KVConnectorRole.SCHEDULER:
             self._side = self.scheduler_side = SchedulerSide(
                 vllm_config,
@@ -128,8 +121,8 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 clock=self.clock,
                 reads_unheld=not _zeroes_early(vllm_config, kv_cache_config),
             )
-            if self._first_news.uncarried is not None:
-                self.scheduler_side.leave_alone(*self._first_news.uncarried)
+            for uncarried in self._first_news.uncarried:
+                self.scheduler_side.leave_alone(*uncarried)
         else:
             self._side = self.worker_side = WorkerSide(
                 vllm_config,
@@ -227,8 +220,8 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             self.scheduler_side.saves_ended(news.ended_saves)
             self.scheduler_side.adapters.learn(news.adapters)
             self.scheduler_side.learn_arenas(news.arenas)
-            if news.uncarried is not None:
-                self.scheduler_side.leave_alone(*news.uncarried)
+            for uncarried in news.uncarried:
+                self.scheduler_side.leave_alone(*uncarried)
             self.scheduler_side.learn_ranks(news.ranks)
             self.scheduler_side.learn_weights(news.weights)
 
@@ -259,12 +252,12 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._first_news.uncarried is not None:
+        if self._first_news.uncarried:
             return
         try:
             self._first_news = WorkerNews(ranks=(self.worker_side.register_kv_caches(kv_caches),))
         except UncarriedEngine as exc:
-            self._first_news = WorkerNews(uncarried=(exc.reason, exc.text))
+            self._first_news = WorkerNews(uncarried=((exc.reason, exc.text),))
 
     def unregister_kv_caches(self) -> None:  # vLLM 0.33
         """Let go of the engine's memory before a sleep unmaps it. It is mapped at the same addresses again."""
@@ -314,11 +307,10 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @override
     def build_connector_worker_meta(self) -> WorkerNews | None:
-        ended, self._ended_saves = self._ended_saves, set()
-        words, arenas = self.worker_side.adapters.take_words(), self.worker_side.take_arena_news()
-        first, self._first_news = self._first_news, WorkerNews()
-        weights = self.worker_side.take_weights()
-        news = WorkerNews(frozenset(ended), words, arenas, first.ranks, first.uncarried, weights)
+        ended, self._ended_saves = tuple(self._ended_saves), set()
+        first, self._first_news, side = self._first_news, WorkerNews(), self.worker_side
+        words, arenas, weights = side.adapters.take_words(), side.take_arena_news(), side.take_weights()
+        news = first.aggregate(WorkerNews(ended, words, arenas, weights=weights))
         return None if news == WorkerNews() else news
 
 
