@@ -197,6 +197,21 @@ async def test_a_prefetch_is_clipped_to_the_beginning_that_finds_room(
     assert set(keys[:num_here]) <= set(kv.in_memory())
 
 
+async def test_pins_of_the_tenant_leave_its_prefetch_less_room_and_the_answer_says_so(kv: SidecarUnderTest) -> None:
+    """Seen failing: the answer told of the whole context, and the pin left no room for its end."""
+    pinned, theirs = await save(kv, 1), await save(kv, 2, tenant="other")
+    assert (await kv.catalog.retain(TENANT, [pinned.cache_ref], retain_ms=HOUR_MS, pinned=True)).pinned
+    long = await kv.save(tuple(range(4 * BLOCKS * BLOCK_TOKENS)), session_id="long")
+    to_disk(kv, long)
+    await kv.load(theirs)
+    [answer] = await place(kv, long, "prefetch")
+    brought = keys_of(kv, long) & set(kv.in_memory())
+
+    assert (answer.outcome, answer.reason) == ("clipped", "tenant_share")
+    assert answer.size_bytes == sum(kv.blocks.get(key).stored_bytes for key in brought)
+    assert keys_of(kv, pinned) <= set(kv.in_memory())
+
+
 async def test_without_memory_a_prefetch_is_denied(tmp_path: Path) -> None:
     async with SidecarUnderTest(tmp_path, memory_limit_bytes=0) as kv:
         assert await place(kv, await save(kv, 1), "prefetch") == [Placement("denied", "no_room")]
@@ -246,7 +261,7 @@ async def test_a_load_reads_while_a_prefetch_of_another_tenant_waits_for_the_dis
 async def test_a_prefetch_ends_with_a_demotion_and_with_the_process(
     kv: SidecarUnderTest, gate: threading.Event, end: str
 ) -> None:
-    """Seen failing: the prefetch brought back what the demotion had freed; a close waited for all its files."""
+    """Seen failing: the prefetch read all its files after the demotion, and after the drain that begins a close."""
     new = await save(kv, 1)
     to_disk(kv, new)
     gate.clear()
@@ -312,7 +327,7 @@ async def test_all_generations_of_a_session_leave_memory_with_its_newest(kv: Sid
 
 
 async def test_pinned_and_leased_kv_is_not_demoted(kv: SidecarUnderTest) -> None:
-    """Seen failing: without the look at pins, a promise of memory was broken; without that at leases, a load failed."""
+    """Seen failing: without the look at pins, pinned KV left memory; without that at leases, a load's slots did."""
     pinned, loaded = await save(kv, 1), await save(kv, 2)
     assert (await kv.catalog.retain(TENANT, [pinned.cache_ref], retain_ms=HOUR_MS, pinned=True)).pinned
     manifest = await kv.catalog.open(TENANT, loaded.cache_ref)
@@ -330,7 +345,7 @@ async def test_pinned_and_leased_kv_is_not_demoted(kv: SidecarUnderTest) -> None
 
 
 async def test_a_block_whose_bytes_are_being_read_stays(kv: SidecarUnderTest) -> None:
-    """Seen failing: the bytes that a thread compares were freed under it, and the load reported damage."""
+    """Seen failing: the slot whose bytes a thread compares was freed under it."""
     new = await save(kv, 1)
     [first, *_] = all_keys(kv.plan(new))
     with kv.blocks.step("read", kv.blocks.get(first)):
