@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +20,7 @@ from contextcache.cli.release import own_version
 from contextcache.cli.serve import PARTS, start
 from contextcache.client import ContextCache, ReplyStream, TextDelta
 from contextcache.client.errors import ApiError, ClientError, NoReadyEndpoint, NotCreated
-from contextcache.client.types import ContextInfo, CreateFields, TurnFields
+from contextcache.client.types import ContextInfo
 
 OK, REFUSED, MISUSED, UNREACHABLE = 0, 1, 2, 3
 """Exit codes.
@@ -114,9 +114,8 @@ def list_(
 ) -> None:
     """List contexts, newest first."""
     with _client() as client:
-        found: Iterator[Any] = client.contexts.list_kept() if kept else client.contexts.list(model=model)
-        if limit:
-            found = islice(found, limit)
+        listed: Iterator[Any] = client.contexts.list_kept() if kept else client.contexts.list(model=model)
+        found = islice(listed, limit or None)
         if json:
             for one in found:
                 output.print_json(dict(one.raw))
@@ -150,10 +149,9 @@ def create(  # noqa: PLR0913  # its options
 ) -> None:
     """Create a context and answer its first prompt."""
     policy, said = "sliding" if sliding else None, dict(map(pair, metadata or ())) or None
-    given = _given(
+    fields = _given(
         max_tokens=max_tokens, temperature=temperature, ttl=ttl, ttl_policy=policy, session_id=name, metadata=said
     )
-    fields = cast("CreateFields", given)
     with _client() as client:
         _answer(client.contexts.create_stream(model, _text(prompt), **fields), json=json)
 
@@ -169,8 +167,7 @@ def ask(
     """Continue a context with text."""
     with _client() as client:
         context = client.contexts.get(session_id)
-        fields = cast("TurnFields", _given(max_tokens=max_tokens, temperature=temperature))
-        _answer(context.ask_stream(_text(prompt), **fields), json=json)
+        _answer(context.ask_stream(_text(prompt), **_given(max_tokens=max_tokens, temperature=temperature)), json=json)
 
 
 @app.command(epilog="Example: context-cache chat ctx_3f2a…   (an empty line ends it)")
@@ -184,7 +181,7 @@ def chat(
     json: Json = False,
 ) -> None:
     """Continue a context as a chat."""
-    fields = cast("TurnFields", _given(max_tokens=max_tokens, temperature=temperature))
+    fields = _given(max_tokens=max_tokens, temperature=temperature)
     with _client() as client:
         context = client.contexts.get(session_id)
         if said is not None:
@@ -238,6 +235,22 @@ def fork(
     with _client() as client:
         branch = client.contexts.fork(session_id, generation=generation, name=name, ttl=ttl)
         _print_info(branch.info, json=json)
+
+
+@app.command(epilog="Example: context-cache compact ctx_3f2a… --instructions 'Keep all names.'")
+def compact(
+    session_id: Id,
+    prompt: Annotated[str | None, typer.Argument(help="Short text instead of a summary. - reads stdin.")] = None,
+    instructions: Annotated[str | None, Option(help="Further instructions for the summary.")] = None,
+    name: Annotated[str | None, Option(help="Name of the new context. Without it the server makes one.")] = None,
+    ttl: Ttl = None,
+    max_tokens: MaxTokens = None,
+    json: Json = False,
+) -> None:
+    """Create a short context that continues another."""
+    fields = _given(prompt=prompt and _text(prompt), instructions=instructions, ttl=ttl, max_tokens=max_tokens)
+    with _client() as client:
+        _print_info(client.contexts.compact(session_id, name=name, **fields).info, json=json)
 
 
 @app.command(epilog="Example: context-cache rewind ctx_3f2a… 3")
@@ -348,7 +361,7 @@ def _print_info(info: ContextInfo | None, *, json: bool) -> None:
         output.print_rows(output.TURN_HEADS, output.turn_rows(info.recent_turns))
 
 
-def _given(**options: object) -> dict[str, object]:
+def _given(**options: object) -> Any:
     """Return the options that the command line has."""
     return {name: value for name, value in options.items() if value is not None}
 

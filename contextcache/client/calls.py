@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import quote
 
 from contextcache.client import types
@@ -83,16 +83,10 @@ def update(session_id: str, changes: Changes) -> Call[ContextInfo]:
     return Call("PATCH", _path(session_id), _info, body=dict(changes))
 
 
-def fork(session_id: str, fields: Mapping[str, Any]) -> Call[ContextInfo]:
-    """Fork a context. Not repeatable: a second attempt could make a second fork."""
+def branch(session_id: str, how: Literal["fork", "compact"], fields: Mapping[str, Any]) -> Call[ContextInfo]:
+    """Fork or compact a context. Not repeatable: a second attempt could make a second context."""
     body = {key: value for key, value in fields.items() if value is not None}
-    return Call("POST", f"{_path(session_id)}/fork", _info, body=body, repeatable=False)
-
-
-def compact(session_id: str, fields: Mapping[str, Any]) -> Call[ContextInfo]:
-    """Compact a context. Not repeatable: a second attempt could make a second context."""
-    body = {key: value for key, value in fields.items() if value is not None}
-    return Call("POST", f"{_path(session_id)}/compact", _info, body=body, repeatable=False)
+    return Call("POST", f"{_path(session_id)}/{how}", _info, body=body, repeatable=False)
 
 
 def rewind(session_id: str, generation: int, if_match: int | None) -> Call[ContextInfo]:

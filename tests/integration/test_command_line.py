@@ -97,9 +97,10 @@ async def test_every_command_for_people(cli):
         "chat": await cli("ask", session_id, "-", typed=" from stdin"),
         "extend": await cli("extend", session_id, "20m"),
         "fork": await cli("fork", session_id, "--generation", "2", "--name", "branch-1"),
+        "compact": await cli("compact", session_id, "-", "--name", "short-1", "--ttl", "30m", typed="Short."),
         "rewind": await cli("rewind", session_id, "1"),
         "usage": await cli("usage"),
-        "rm": await cli("rm", session_id, "branch-1"),
+        "rm": await cli("rm", session_id, "branch-1", "short-1"),
     }
     empty = await cli("ls")
 
@@ -114,8 +115,9 @@ async def test_every_command_for_people(cli):
     assert "cached" in ran["ask"].err
     assert "20 min" in ran["extend"].out
     assert "branch-1" in ran["fork"].out
+    assert [said in ran["compact"].out for said in ("short-1", session_id, "30 min", "user anna")] == [True] * 4
     assert "total" in ran["usage"].out
-    assert ran["rm"].err.count("deleted") == 2
+    assert ran["rm"].err.count("deleted") == 3
     assert (empty.code, empty.out, empty.err) == (0, "", "none\n")
     assert "\x1b" not in "".join(ended.out + ended.err for ended in ran.values())
 
@@ -178,6 +180,7 @@ async def test_every_command_for_programs(cli):
         "chat": await cli("chat", session_id, "more", "--json"),
         "extend": await cli("extend", session_id, "1200", "--json"),
         "fork": await cli("fork", session_id, "--json"),
+        "compact": await cli("compact", session_id, "Short.", "--json"),
         "rewind": await cli("rewind", session_id, "1", "--json"),
         "usage": await cli("usage", "--json"),
         "rm": await cli("rm", session_id, "--json"),
@@ -189,6 +192,7 @@ async def test_every_command_for_programs(cli):
     assert ran["ask"].json[0]["usage"]["context"]["committed"] is True
     assert ran["extend"].json[0]["ttl"] == 1200
     assert ran["fork"].json[0]["session_id"] != session_id
+    assert ran["compact"].json[0]["parent"] == session_id
     assert ran["rewind"].json[0]["generation"] == 4
     assert ran["rm"].json == [{"session_id": session_id, "deleted": True}]
 
@@ -201,6 +205,7 @@ async def test_every_command_for_programs(cli):
         ("chat", "ctx_none", "a"),
         ("extend", "ctx_none", "60"),
         ("fork", "ctx_none"),
+        ("compact", "ctx_none"),
         ("rewind", "ctx_none", "1"),
         ("rm", "ctx_none"),
         ("create", MODEL, "a", "--ttl", "1"),

@@ -106,7 +106,9 @@ async def test_all_that_a_context_can_do_with_the_cached_tokens_that_the_server_
     assert found["branch"][:2] == [2, CACHED]
     assert found["again"] == [MODEL, context["id"], 2]
     assert set(found["listed"]) == {context["id"], found["again"][1], found["streamed"]["id"], *found["listed"]}
-    assert len(found["listed"]) == 3
+    assert len(found["listed"]) == 4
+    assert found["short"][:2] == [2, context["id"]]
+    assert found["short"][2] > 0
     assert found["streamed"]["early"] == streamed.session_id
     assert found["streamed"]["text"]
     # Python's client reads the same counts.

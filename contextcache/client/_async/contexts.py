@@ -161,7 +161,7 @@ class AsyncContexts:
     ) -> AsyncContext:
         """Return a new context with the turns of another, up to a generation. `name`: its `session_id`."""
         fields = {"generation": generation, "session_id": name, "ttl": ttl, "ttl_policy": ttl_policy}
-        return self._context(await self._transport.send(calls.fork(session_id, fields)))
+        return self._context(await self._transport.send(calls.branch(session_id, "fork", fields)))
 
     async def compact(
         self,
@@ -177,7 +177,7 @@ class AsyncContexts:
         `name`: its `session_id`.
         """
         said = {"messages": messages, "prompt": prompt, "session_id": name, **fields}
-        return self._context(await self._transport.send(calls.compact(session_id, said)))
+        return self._context(await self._transport.send(calls.branch(session_id, "compact", said)))
 
     async def rewind(self, session_id: str, generation: int, *, if_match: int | None = None) -> ContextInfo:
         """Rewind a context to a generation. Raises GenerationGone."""

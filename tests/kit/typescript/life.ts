@@ -16,6 +16,8 @@ await context.update({ ttl: 120, ttl_policy: "sliding" });
 const { ttl, ttl_policy } = await context.refresh();
 const branch = await context.fork({ generation: 2 });
 const ofBranch = await branch.chat("elsewhere");
+const short = await context.compact({ messages: [{ role: "user", content: "Short." }] });
+const ofShort = await short.chat("and on");
 await context.rewind(1);
 
 const streamed = client.contexts.createStream({ model, messages: [{ role: "user", content: "Hi" }] });
@@ -28,11 +30,12 @@ for await (const event of streamed) {
 const listed: string[] = [];
 for await (const { session_id } of client.contexts.list({ model })) listed.push(session_id);
 const again = await client.contexts.get(branch.sessionId);
+const shortInfo = await short.refresh();
 const { data: messages } = await client.api.POST("/v1/messages", {
   body: { model, max_tokens: 8, session_id: streamed.context?.sessionId ?? null, messages: [{ role: "user", content: "Anthropic's" }] },
 });
 
-for (const one of [context, branch]) await one.delete();
+for (const one of [context, branch, short]) await one.delete();
 const refusals: unknown[] = [];
 for (const refused of [
   () => client.contexts.get(context.sessionId),
@@ -55,6 +58,7 @@ console.log(
   JSON.stringify({
     replies: [first, second, third, fourth, fifth].map(seen),
     branch: seen(ofBranch),
+    short: [ofShort.generation, shortInfo.parent, ofShort.usage.context.context_tokens],
     texts: [fourth?.text, events.map((event) => (event.type === "text" ? event.text : "")).join("")],
     context: { id: context.sessionId, turns: info.turns, metadata: info.metadata, recent: info.recent_turns, ttl, ttl_policy },
     streamed: { id: streamed.context?.sessionId, early, text: pieces.join(""), cached: seen(streamed.context?.reply) },

@@ -41,6 +41,8 @@ export type CreateOptions = { model: string } & Pick<Schemas["CreateFromMessages
 
 /** Options of a fork. `session_id`: name of the new context. */
 export type ForkOptions = NonNullable<Body<"/v1/context/{session_id}/fork">>;
+/** Options of a compaction: `messages` or `prompt`, or none of them for a summary by the model. */
+export type CompactOptions = NonNullable<Body<"/v1/context/{session_id}/compact">>;
 type Changes = NonNullable<Body<"/v1/context/{session_id}", "patch">>;
 type Body<Path extends keyof paths, Method extends "post" | "patch" = "post"> = paths[Path] extends {
   [method in Method]: { requestBody?: { content: { "application/json": infer Content } } };
@@ -184,6 +186,13 @@ export class Context {
   /** Return a new context with the turns of this one, up to a generation. */
   async fork(body: ForkOptions = {}): Promise<Context> {
     const call = this.client.api.POST("/v1/context/{session_id}/fork", { ...at(this.sessionId), body });
+    const { session_id, model } = await understood(call);
+    return new Context(this.client, session_id, model);
+  }
+
+  /** Return a short context that continues this one: with your messages or text, or a summary by the model. */
+  async compact(body: CompactOptions = {}): Promise<Context> {
+    const call = this.client.api.POST("/v1/context/{session_id}/compact", { ...at(this.sessionId), body: body as never });
     const { session_id, model } = await understood(call);
     return new Context(this.client, session_id, model);
   }

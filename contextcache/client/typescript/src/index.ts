@@ -6,7 +6,7 @@
  */
 export type { components, operations, paths } from "./api.js";
 export { Context, ContextCache, Contexts, ReplyStream } from "./contexts.js";
-export type { CreateOptions, ForkOptions, TurnOptions } from "./contexts.js";
+export type { CompactOptions, CreateOptions, ForkOptions, TurnOptions } from "./contexts.js";
 export { ApiError, BrokenStream, ConnectionFailed, ContextCacheError, NotCreated, NotUnderstood } from "./errors.js";
 export type { ErrorCode } from "./errors.js";
 export type { Event, Finished, Reply, TextDelta, ToolCallDelta } from "./reply.js";
