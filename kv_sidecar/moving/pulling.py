@@ -272,11 +272,12 @@ class Pulls:
             return PullReply("refused", "peer_not_allowed")
         if self.engine.fingerprint is None:
             return PullReply("refused", "no_engine")
+        is_prefix, half = wanted.prefix is not None, max(1, self.limits.max_pulls // 2)
         pulls = TenantShares(self.limits.max_pulls, (it.tenant for it in self._tasks.values()))
-        # Half of all pulls may be of prefixes: the rest is for turns that moved.
-        of_prefixes = (it.tenant for it in self._tasks.values() if it.prefix is not None)
-        prefixes = TenantShares(max(1, self.limits.max_pulls // 2), of_prefixes)
-        takes = pulls.takes(wanted.tenant) and (wanted.prefix is None or prefixes.takes(wanted.tenant))
+        of_kind = (it.tenant for it in self._tasks.values() if (it.prefix is not None) == is_prefix)
+        # Half of all pulls may be of prefixes. Turns that moved have their half, however many tenants' prefixes come.
+        enough = all if is_prefix else any
+        takes = enough(it.takes(wanted.tenant) for it in (pulls, TenantShares(half, of_kind)))
         return PullReply("started") if takes else PullReply("refused", "too_many_pulls")
 
     async def _run(self, wanted: Wanted) -> None:

@@ -147,6 +147,21 @@ async def test_one_tenants_storm_of_prefixes_leaves_room_for_a_prefix_of_another
     assert [len(one) for one in found] == [1, 0, 1]
 
 
+async def test_prefixes_of_several_tenants_leave_room_for_a_turn_that_moved(pods: Pods) -> None:
+    """Seen failing: prefixes of two tenants took the whole limit, and a turn of either was refused."""
+    for tenant in (TENANT, "other"):
+        await pods.there.save((*DOCUMENT, *range(100, 140)), tenant=tenant)
+    moved = await pods.there.save((5, 4, 3, 2, 1))
+    pods.peer.hold_manifest.clear()
+    found = [await pods.find((*DOCUMENT, 7), tenant=tenant) for tenant in (TENANT, "other")]
+    reply = pods.here.sidecar.pulls.start(Wanted(TENANT, (moved.cache_ref,), PEER))
+    pods.peer.hold_manifest.set()
+    await pods.ended()
+
+    assert [len(one) for one in found] == [1, 1]
+    assert reply.outcome == "started"
+
+
 async def test_prompts_that_part_within_a_block_fetch_one_prefix(pods: Pods) -> None:
     await pods.there.save((*DOCUMENT, *range(100, 140)))
     pods.peer.hold_manifest.clear()
