@@ -316,11 +316,15 @@ async def sample(tmp_path):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [(1280, 900), (360, 740)], ids=["desk", "phone"])
 async def test_every_view_is_accessible_in_both_themes_and_fits_a_phone(sample, browser, scheme, size):
-    """Charts and saved shares included. Seen failing: tokens and seconds of a saved share were wider than a phone."""
+    """Charts and saved shares included, and each view with a share says what it means.
+
+    Seen failing: tokens and seconds of a saved share were wider than a phone; so was the hidden head of a table. A view
+    did not explain its share.
+    """
     async with AsyncContextCache(sample.url, KEY) as client:
         shown = [info.session_id async for info in client.contexts.list()].pop()
     person = await Person.at(browser, sample.url, scheme=scheme, size=size)
-    page, found, shares = person.page, {}, {}
+    page, found, shares, explained = person.page, {}, {}, {}
     found["sign in"] = await person.findings()
     await person.sign_in()
     await page.locator("tbody tr").first.wait_for()
@@ -332,6 +336,7 @@ async def test_every_view_is_accessible_in_both_themes_and_fits_a_phone(sample, 
         await page.locator(".late").first.wait_for(state="detached")
         found[view] = await person.findings()
         shares[view] = re.findall(r"\b\d+(?:\.\d)? %", await page.locator("main").inner_text())
+        explained[view] = await page.get_by_text("Saved: share of the prompt tokens").count()
         assert not await person.overflows(), view
 
     operator = await Person.at(browser, sample.url, scheme=scheme, size=size)
@@ -351,6 +356,7 @@ async def test_every_view_is_accessible_in_both_themes_and_fits_a_phone(sample, 
     assert {view: findings for view, findings in found.items() if findings} == {}
     # Nothing of the sample is kept.
     assert [view for view, told in shares.items() if not told] == ["kept", "playground"]
+    assert {view: times for view, times in explained.items() if times != bool(shares[view])} == {}
     assert "pod-a" in tables[0]
     assert {"demo", "operator", "other"} <= set(tables[1].split())
     assert {"llama-70b", "qwen-32b"} <= set(models.split())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -15,7 +17,7 @@ from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
 from contextcache.clock import ManualClock, SystemClock
 from contextcache.model import NewSession, Segment, SegmentKind, TtlPolicy, TurnCommit, TurnReceipt, Usage
-from tests.kit.fake_vllm import FakeVllm
+from tests.kit.fake_vllm import FakeVllm, decode, encode
 from tests.kit.gateway_parts import REF
 from tests.kit.gateway_server import RunningManager, running_gateway, settings_for
 from tests.kit.turn_pod import running_turn_pod
@@ -27,6 +29,15 @@ TITLES = (
     *("Unit tests for the parser", "Invoice questions", "Onboarding plan", "Log analysis", "Sales figures", ""),
 )
 HISTORY_DAYS = 21
+QUESTIONS = ("How high did the river stand in 1912?", "And in 1920?", "Which of the two years was wetter?", "Thanks.")
+ANSWERS = (
+    "Five metres at the old bridge.",
+    "Six metres, one more.",
+    "1920: the river stood higher.",
+    "You are welcome.",
+)
+COMPUTES_TOKENS_PER_S = 9_000
+"""Rate of the engines behind the sample data. A document of 4,000 tokens takes nearly half a second."""
 
 
 @dataclass
@@ -35,6 +46,34 @@ class Console:
 
     url: str
     manager: RunningManager
+
+
+def _answer(ids: list[int]) -> str:
+    """Return the answer to the last of QUESTIONS in a prompt."""
+    asked = [number for number, question in enumerate(QUESTIONS) if question in decode(ids)]
+    return ANSWERS[asked[-1]] if asked else "Yes."
+
+
+def _num_shared(ids: list[int], other: list[int]) -> int:
+    return next(
+        (at for at, (one, two) in enumerate(zip(ids, other, strict=False)) if one != two), min(len(ids), len(other))
+    )
+
+
+class SimulatedVllm(FakeVllm):
+    """Wait as long as an engine computes the tokens that no earlier prompt began with, and answer QUESTIONS."""
+
+    def __init__(self) -> None:
+        super().__init__(answer=_answer)
+        self.seen: list[list[int]] = []
+
+    async def _complete(self, scope: Any, request: dict[str, Any], send: Any) -> None:
+        params = request.get("kv_transfer_params") or {}
+        ids = params.get("prompt_token_ids") or request.get("prompt") or []
+        self.cached_tokens = max((_num_shared(ids, other) for other in self.seen), default=0)
+        self.seen.append([*ids, *encode(self.answer(ids))])
+        await asyncio.sleep((len(ids) - self.cached_tokens) / COMPUTES_TOKENS_PER_S)
+        await super()._complete(scope, request, send)
 
 
 @asynccontextmanager
@@ -46,7 +85,7 @@ async def running_console(directory: Path, *, num_contexts: int, seed: int = 1) 
         await _usage_before(manager.manager, chosen)
         for number in range(num_contexts):
             await _context(manager.manager, number, chosen)
-        async with running_turn_pod(directory, manager_port=manager.port, engine=FakeVllm()) as pod:
+        async with running_turn_pod(directory, manager_port=manager.port, engine=SimulatedVllm()) as pod:
             settings = settings_for(directory, {"pod-a": pod}, manager_port=manager.port)
             async with running_gateway(settings, num_ready=1) as gateway:
                 yield Console(gateway.url, manager)
@@ -67,7 +106,9 @@ async def _usage_before(manager: ContextCacheManager, chosen: Random) -> None:
 def _used(chosen: Random, model: str, *, turns: int) -> Usage:
     cached = turns * chosen.randrange(6000, 14_000)
     counts = {"turns": turns, "computed_tokens": turns * chosen.randrange(600, 2400), "cached_tokens": cached}
-    return Usage("app", counts | {"completion_tokens": turns * 300, "saved_ms": cached // 9}, model)
+    return Usage(
+        "app", counts | {"completion_tokens": turns * 300, "saved_ms": 1000 * cached // COMPUTES_TOKENS_PER_S}, model
+    )
 
 
 async def _context(manager: ContextCacheManager, number: int, chosen: Random) -> None:
@@ -94,7 +135,7 @@ def _said(num_tokens: int) -> tuple[Segment, ...]:
 
 
 def _commit(session_id: str, model: str, turn: int, cached: int, segments: Sequence[Segment]) -> TurnCommit:
-    computed, saved_ms = segments[0].num_tokens, cached // 9
+    computed, saved_ms = segments[0].num_tokens, 1000 * cached // COMPUTES_TOKENS_PER_S
     counts = {"contexts": int(not turn), "turns": 1, "computed_tokens": computed, "cached_tokens": cached}
     return TurnCommit(
         tenant="demo",

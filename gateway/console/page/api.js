@@ -28,7 +28,7 @@ const SENTENCES = {
   no_ready_endpoint: "No pod is ready to answer.",
   gateway_unavailable: "No gateway is available.",
 };
-const UNREACHABLE = "The server cannot be reached.";
+const UNREACHABLE = "The gateway does not answer. Check that it runs, and that this browser can reach it.";
 
 async function refusalOf(answer) {
   let told = {};

@@ -50,6 +50,7 @@ function optionsFor(box, { lines, time, format, tick, most, least = 0 }) {
   return {
     width: box.clientWidth,
     height: HEIGHT,
+    padding: [null, 28, null, null], // half of the last label
     cursor: { points: { size: 9 }, drag: { x: false, y: false } },
     tzDate: (seconds) => (time === "utc" ? uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC") : new Date(seconds * 1000)),
     scales: {
@@ -57,7 +58,7 @@ function optionsFor(box, { lines, time, format, tick, most, least = 0 }) {
       y: { range: (_, low, high) => [0, most ?? Math.max(high * 1.1, least)] },
     },
     axes: [
-      { ...axis, space: 70, incrs: said.incrs, values: (_, at) => at.map(said.text) },
+      { ...axis, size: 28, label: said.label, labelSize: 20, labelFont: axis.font, space: 70, incrs: said.incrs, values: (_, at) => at.map(said.text) },
       { ...axis, size: AXIS_SIZE, values: (_, at) => at.map((value) => tick(value, at.at(-1))) },
     ],
     series: [

@@ -2,10 +2,10 @@
 
 import { html, useEffect, useState } from "./htm-preact.js";
 import { call, contextPath } from "./api.js";
-import { Confirm, Copy, Fact, Life, Loading, Problem, Saved, Tag, useEvery, useTitle } from "./pieces.js";
+import { Confirm, Copy, Fact, Life, Loading, Problem, Saved, SavedNote, Tag, useEvery, useTitle } from "./pieces.js";
 import { conversationOf, fork, read, remove, rewind, turnsOf } from "./turns.js";
 import { TurnList } from "./turnlist.js";
-import { count, moment, plural, reasonOf, shortId, size, tierOf, titleOf } from "./words.js";
+import { count, moment, plural, reasonOf, shortId, size, span, tierOf, titleOf } from "./words.js";
 
 const REFRESH_MS = 5_000;
 const ANCESTORS_MAX = 16;
@@ -67,10 +67,11 @@ export function Context({ id }) {
           </label>
           <button type="submit">Rewind</button>
         </form>
-        <button type="button" onClick=${longer}>Extend</button>
+        <button type="button" onClick=${longer}>Extend to ${span(context.ttl)}</button>
         <button type="button" class="danger" onClick=${() => setQuestion("delete")}>Delete</button>
       </div>
       <${Facts} context=${context} />
+      <${SavedNote} />
       <h2>Turns</h2>
       <${Turns} context=${context} />
       <h2>Lineage</h2>
@@ -86,7 +87,7 @@ const Facts = ({ context }) => html`<dl class="facts card">
   <${Fact} name="Turns"><span class="number">${count(context.turns)}</span><//>
   <${Fact} name="Tokens"><span class="number">${count(context.tokens)}</span><//>
   <${Fact} name="Saved"><${Saved} of=${context} /><//>
-  <${Fact} name="KV"><span class="number">${size(context.bytes)}</span><//>
+  <${Fact} name="KV size"><span class="number">${size(context.bytes)}</span><//>
   <${Fact} name="Storage">${context.tiers.map(tierOf).join(", ") || "–"}<//>
   <${Fact} name="Holder">${context.holder.endpoint || "–"}<small>${HOLDERS[context.holder.state]}${
     context.holder.reason ? `: ${reasonOf(context.holder.reason)}` : ""}</small><//>

@@ -3,7 +3,7 @@
 import { html, useEffect, useRef, useState } from "./htm-preact.js";
 import { call, contextPath } from "./api.js";
 import { each, usePages } from "./pages.js";
-import { Confirm, Elapsed, Empty, Life, Loading, Problem, Saved, Tag, useEvery, useTitle } from "./pieces.js";
+import { Confirm, Elapsed, Empty, Life, Loading, Problem, Saved, SavedNote, Tag, useEvery, useTitle } from "./pieces.js";
 import { remove } from "./turns.js";
 import { count, moment, plural, shortId, size, tierOf, titleOf } from "./words.js";
 
@@ -94,10 +94,12 @@ export function Contexts({ models }) {
       <h1 ref=${head} tabindex="-1">Contexts</h1>
       <a class="button primary" href="#/playground">New context</a>
     </div>
+    <${SavedNote} />
     <form class="row filters" role="search" onSubmit=${submit}>
       <label class="grow"><span>Search</span>
         <input name="text" type="search" autocomplete="off" placeholder="title, id, metadata, holder or state" />
       </label>
+      <button type="submit">Search</button>
       <label><span>Model</span>
         <select value=${model} onChange=${(event) => setModel(event.currentTarget.value)}>
           <option value="">All models</option>
@@ -109,7 +111,6 @@ export function Contexts({ models }) {
           ${Object.keys(SORTS).map((name) => html`<option value=${name}>${name}</option>`)}
         </select>
       </label>
-      <button type="submit">Search</button>
     </form>
     <${Problem} error=${page.error}><button type="button" onClick=${page.reload}>Try again</button><//>
     ${chosen.size > 0 && html`<${Bulk} chosen=${chosen} onLeft=${(left) => { setChosen(left); page.reload(); }} />`}
@@ -187,8 +188,8 @@ function useKV(contexts) {
   return known;
 }
 
-const COLUMNS = ["Context", "Model", "State", "Turns", "Tokens", "Saved", "KV", "Holder", "Time left"];
-const NUMBERS = new Set(["Turns", "Tokens", "KV"]);
+const COLUMNS = ["Context", "Model", "State", "Turns", "Tokens", "Saved", "KV size", "Holder", "Time left"];
+const NUMBERS = new Set(["Turns", "Tokens", "KV size"]);
 
 function Table({ contexts, kv, sort, onSort, chosen, onChoose }) {
   const isAll = contexts.every((context) => chosen.has(context.session_id));
@@ -223,7 +224,7 @@ function Row({ context, kv, isChosen, onChoose }) {
     <td role="cell" data-name="Turns" class="number">${count(context.turns)}</td>
     <td role="cell" data-name="Tokens" class="number">${count(context.tokens)}</td>
     <td role="cell" data-name="Saved"><${Saved} of=${context} /></td>
-    <td role="cell" data-name="KV" class="number">${kv ? size(kv.bytes) : "…"}<small>${kv ? kv.tiers.map(tierOf).join(", ") || kv.holder.state : ""}</small></td>
+    <td role="cell" data-name="KV size" class="number">${kv ? size(kv.bytes) : "…"}<small>${kv ? kv.tiers.map(tierOf).join(", ") || kv.holder.state : ""}</small></td>
     <td role="cell" data-name="Holder" class="cut">${context.holder?.endpoint || "–"}</td>
     <td role="cell" data-name="Time left"><${Life} expiresAt=${context.expires_at} ttl=${context.ttl} /></td>
   </tr>`;

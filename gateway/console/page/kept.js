@@ -32,13 +32,13 @@ export function Kept() {
     ${page.data?.length > 0 && html`<div class="card"><table role="table" class="list">
       <caption class="hidden">Kept conversations, last used first</caption>
       <thead role="rowgroup"><tr role="row">
-        ${["Conversation", "Tokens", "KV", "Pods", "Last used", "Expires in", "Last miss", ""].map((name, at) =>
+        ${["Conversation", "Tokens", "KV size", "Pods", "Last used", "Expires in", "Last miss", ""].map((name, at) =>
           html`<th role="columnheader" scope="col" class=${at === 1 || at === 2 ? "number" : ""}>${name || html`<span class="hidden">Actions</span>`}</th>`)}
       </tr></thead>
       <tbody role="rowgroup">${page.data.map((kept) => html`<tr role="row" key=${kept.id}>
         <td role="cell" class="name"><code title=${kept.id}>${shortId(kept.id)}</code></td>
         <td role="cell" data-name="Tokens" class="number">${count(kept.tokens)}</td>
-        <td role="cell" data-name="KV" class="number">${size(kept.bytes)}</td>
+        <td role="cell" data-name="KV size" class="number">${size(kept.bytes)}</td>
         <td role="cell" data-name="Pods" class="cut">${kept.pods.join(", ")}</td>
         <td role="cell" data-name="Last used">${moment(kept.last_used)}</td>
         <td role="cell" data-name="Expires in" class="number">${span(kept.expires_at - Date.now() / 1000)}</td>

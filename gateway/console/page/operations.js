@@ -5,7 +5,7 @@ import { call } from "./api.js";
 import { Chart } from "./chart.js";
 import { Pager } from "./contexts.js";
 import { usePages } from "./pages.js";
-import { Empty, Loading, Problem, Saved, Tag, useEvery, useTitle } from "./pieces.js";
+import { Empty, Loading, Problem, Saved, SavedNote, Tag, useEvery, useTitle } from "./pieces.js";
 import { compact, count, gibHours, percent, plural, size, tierOf } from "./words.js";
 
 const REFRESH_MS = 5_000;
@@ -51,6 +51,7 @@ export function Operations() {
   useEvery(REFRESH_MS, () => page.reload());
   return html`
     <h1 ref=${head} tabindex="-1">Operations</h1>
+    <${SavedNote} />
     ${isOperator
       ? html`<${Problem} error=${page.error} />`
       : html`<p class="note">Only an operator’s key shows pods and tenants. This key shows the usage of its own tenant.</p>`}
@@ -91,7 +92,7 @@ function Pods({ pods }) {
   ]);
   if (!rows.length) return html`<${Empty} title="No pods">The gateway has found no pod yet.<//>`;
   return html`<${Table} caption="Pods" text=${[1, 2, 6]} rows=${rows}
-      heads=${["Pod", "State", "Models", "Running", "Waiting", "Engine KV", "Sidecar tiers"]} />
+      heads=${["Pod", "State", "Models", "Requests running", "Requests waiting", "Engine KV used", "Sidecar tiers used"]} />
     ${kinds > 1 && html`<p class="note">The pods have ${kinds} kinds of KV. A pod cannot reuse the KV of another kind.</p>`}`;
 }
 
@@ -138,6 +139,7 @@ function History({ tenant }) {
         <${Chart} told=${told} x=${x} time="utc" format=${count} tick=${compact}
           lines=${[line("not computed", "cached", (total) => total.cached_tokens), line("computed", "computed", (total) => total.computed_tokens)]} /></div>
     </div>
+    <h2>By model, last ${HISTORY_DAYS} days</h2>
     <${UsageTable} caption=${`Usage by model, last ${HISTORY_DAYS} days`} head="Model" rows=${found.models.map((used) => [used.model, used])} />`;
 }
 
@@ -168,9 +170,8 @@ function Tenants({ now, before }) {
     bytes ? `${size(bytes)} of bodies` : "",
   ].filter(Boolean);
   return html`<${Table} caption="Tenants" rows=${rows}
-      heads=${["Tenant", "Keys", "Contexts", "Turns today", "Turns/min", "Saved today", "GiB·h", "In flight"]} />
-    <p class="note">${limits.length ? `Limits of a tenant at one gateway: ${limits.join(", ")}.` : "Tenants have no limit on requests."} In flight: requests in progress.
-      GiB·h: stored KV today, in GiB times hours. Turns/min: since the previous refresh.</p>`;
+      heads=${["Tenant", "Keys", "Contexts", "Turns today", "Turns/min", "Saved today", "Stored GiB·h", "Requests in flight"]} />
+    <p class="note">${limits.length ? `Limits of a tenant at one gateway: ${limits.join(", ")}.` : "Tenants have no limit on requests."} Turns/min: since the previous refresh.</p>`;
 }
 
 const held = (used) => Object.values(used.byte_hours).reduce((sum, bytes) => sum + bytes, 0);
@@ -183,7 +184,7 @@ function Usage({ usage }) {
 }
 
 const UsageTable = ({ caption, head, rows }) => html`<${Table} caption=${caption}
-  heads=${[head, "Contexts", "Turns", "Computed", "Saved", "Answered", "GiB·h"]}
+  heads=${[head, "Contexts", "Turns", "Computed tokens", "Saved", "Answer tokens", "Stored GiB·h"]}
   rows=${rows.map(([name, used]) => [
     name,
     ...[used.contexts, used.turns, used.computed_tokens].map(count),

@@ -36,6 +36,8 @@ export function Life({ expiresAt, ttl }) {
 export const Saved = ({ of }) => html`<${Meter} share=${of.saved_share ?? 0}>${percent(of.saved_share)}<//>
   ${of.saved_share != null && html`<small class="number">${count(of.cached_tokens)} tokens, ${duration(of.saved_seconds)}</small>`}`;
 
+export const SavedNote = () => html`<p class="lead">Saved: share of the prompt tokens that the engine reused instead of computing, then their number and the estimated time to compute them.</p>`;
+
 // How long a person has waited: from when this is first drawn.
 export function Elapsed({ children }) {
   const began = useRef(performance.now());
@@ -64,7 +66,7 @@ export function Copy({ text, what }) {
     const timer = copied && setTimeout(() => setCopied(false), 1500);
     return () => clearTimeout(timer);
   }, [copied]);
-  return html`<button type="button" class="quiet" onClick=${copy}>${copied ? "Copied" : `Copy ${what}`}</button>`;
+  return html`<button type="button" onClick=${copy}>${copied ? "Copied" : `Copy ${what}`}</button>`;
 }
 
 // A question before what cannot be taken back. Escape says no.

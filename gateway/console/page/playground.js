@@ -2,7 +2,7 @@
 
 import { html, useEffect, useRef, useState } from "./htm-preact.js";
 import { Chart } from "./chart.js";
-import { Confirm, Elapsed, Empty, Problem, Saved, useTitle } from "./pieces.js";
+import { Confirm, Elapsed, Empty, Problem, Saved, SavedNote, useTitle } from "./pieces.js";
 import { TurnList } from "./turnlist.js";
 import { conversationOf, fork, read, remove, runTurn, turnsOf } from "./turns.js";
 import { milliseconds, shortId, tick, titleOf } from "./words.js";
@@ -117,7 +117,7 @@ export function Playground({ id: given, models }) {
       <section aria-label="Measured">
         ${turns.length
           ? html`<div class="card"><h2>Time to the first token</h2><${FirstTokens} turns=${turns} /></div>
-            <div class="card saved-sum"><h2>Saved by this context</h2><p><${Saved} of=${context} /></p></div>`
+            <div class="card saved-sum"><h2>Saved by this context</h2><p><${Saved} of=${context} /></p><${SavedNote} /></div>`
           : html`<${Empty} title="No turns yet">The chart compares each turn with a cold prompt of the same length, which reuses no KV.<//>`}
       </section>
     </div>
@@ -154,7 +154,7 @@ const NewContext = ({ models }) => html`
   </div>
   <label><span>Title (optional)</span><input name="title" autocomplete="off" maxlength="80" /></label>
   <label><span>System prompt</span><textarea name="system" rows="2" defaultValue=${SYSTEM}></textarea></label>
-  <div class="row small"><button type="button" class="quiet" onClick=${fillSample}>Use a long document</button>
+  <div class="row small"><button type="button" onClick=${fillSample}>Use a long document</button>
     <span class="note">A short prompt computes as fast as it loads. A context saves time from about 1,000 tokens.</span></div>`;
 
 function Messages({ messages, isOpen, streamed }) {
