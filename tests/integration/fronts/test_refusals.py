@@ -51,6 +51,18 @@ async def test_a_label_needs_no_manager(front, engine, manager):
 
 
 @envoy_too
+async def test_a_label_that_equals_a_context_of_the_tenant_continues_it(front, engine, manager):
+    """Seen failing: the engine alone answered with 200, through either front."""
+    await manager.add("chat-42")
+    await manager.add("chat-43", tenant="other")
+    for label in ("chat-42", "chat-43", "chat-44"):
+        async with front.post("/v1/completions", {"prompt": "x"}, headers={"X-Session-ID": label}) as answer:
+            assert answer.status == 200
+
+    assert [bool(found.header("x-context-identity")) for found in engine.turns] == [True, False, False]
+
+
+@envoy_too
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
 async def test_a_misspelt_handle_reaches_no_pod(front, engine, path):
     """Seen to fail: 200 from the engine alone, through either front."""
