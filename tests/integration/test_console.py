@@ -286,6 +286,29 @@ async def test_one_can_delete_a_context_and_is_told_in_words_what_goes_wrong(url
 
 
 @pytest.mark.thorough
+async def test_a_rewind_asks_before_it_drops_turns(url, browser):
+    """Seen failing: the page asked no question."""
+    async with AsyncContextCache(url, KEY) as client:
+        context = await client.contexts.create(MODEL, "Hello")
+        await context.ask(" more")
+        person = await Person.at(browser, url)
+        page = person.page
+        await person.sign_in()
+        await page.get_by_role("link", name="New context").wait_for()
+        await page.evaluate(f"location.hash = '#/contexts/{context.session_id}'")
+        await page.get_by_role("button", name="Rewind").click()
+        question = await page.get_by_role("dialog").inner_text()
+        asked = await context.refresh()
+        async with page.expect_response("**/rewind"):
+            await page.get_by_role("dialog").get_by_role("button", name="Rewind").click()
+        rewound = await context.refresh()
+
+    assert "Rewind to turn 1?" in question
+    assert (asked.turns, rewound.tokens < asked.tokens) == (2, True)
+    assert person.complaints == []
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("error", "shown"),
     [

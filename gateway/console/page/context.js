@@ -44,8 +44,11 @@ export function Context({ id }) {
   const longer = act(() => call("PATCH", contextPath(id), { body: { ttl: context.ttl } }));
   const back = (event) => {
     event.preventDefault();
-    act(() => rewind(id, Number(new FormData(event.currentTarget).get("generation"))))();
+    const generation = Number(new FormData(event.currentTarget).get("generation"));
+    setQuestion({ question: `Rewind to turn ${generation}?`, verb: "Rewind", detail: "This drops the later turns. It cannot be undone.", onYes: act(() => rewind(id, generation)) });
   };
+  const leave = () => setQuestion({ question: "Delete this context?", verb: "Delete", onYes: removed,
+    detail: "This deletes its conversation, and its KV on every sidecar that answers. It cannot be undone." });
   const isGone = error && [404, 410].includes(error.status);
   return html`
     <p class="crumb"><a href="#/contexts">Contexts</a></p>
@@ -68,7 +71,7 @@ export function Context({ id }) {
           <button type="submit">Rewind</button>
         </form>
         <button type="button" onClick=${longer}>Extend to ${span(context.ttl)}</button>
-        <button type="button" class="danger" onClick=${() => setQuestion("delete")}>Delete</button>
+        <button type="button" class="danger" onClick=${leave}>Delete</button>
       </div>
       <${Facts} context=${context} />
       <${SavedNote} />
@@ -77,8 +80,7 @@ export function Context({ id }) {
       <h2>Lineage</h2>
       <${Lineage} context=${context} />
       <${Metadata} metadata=${context.metadata} />`}
-    ${question === "delete" && html`<${Confirm} question="Delete this context?" verb="Delete" onYes=${removed} onNo=${() => setQuestion(null)}
-      detail="This deletes its conversation, and its KV on every sidecar that answers. It cannot be undone." />`}
+    ${question && html`<${Confirm} ...${question} onNo=${() => setQuestion(null)} />`}
   `;
 }
 
