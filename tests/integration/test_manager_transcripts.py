@@ -152,6 +152,17 @@ async def test_pods_that_take_turns_are_sent_what_the_other_added(world: World) 
     assert world.sent["a"][0] > 10
 
 
+async def test_a_context_made_again_under_its_own_id_is_seen(world: World) -> None:
+    """Id, generation, number of segments and last segment are the same. Seen failing with a mark made of these."""
+    await world.create("a", [ONE, TWO])
+    await world.turn("a", 2, [THREE])
+    await world.recreate("b", [TWO, TWO])
+    await world.turn("b", 2, [THREE])
+    await world.begin("a", read_only=True)
+
+    assert world.sent["a"] == (0, 3)
+
+
 async def test_what_a_pod_has_of_a_deleted_context_goes_when_it_hears_of_it(world: World) -> None:
     await world.create("a", [ONE, TWO])
     assert world.pods["a"].transcript_bytes
