@@ -39,6 +39,20 @@ def test_a_leased_copy_that_is_dropped_is_free_once_and_the_next_copy_is_leased(
     assert read(store, TAIL) == b"t" * 1000
 
 
+def test_a_block_that_is_read_in_under_a_lease_stays_until_the_last_one_ends(store: MemoryBlocks) -> None:
+    """Seen failing with a pin that went with the first lease."""
+    store.blocks.hold([BLOCK], "lease")
+    store.put(BLOCK, bytes(600))
+    store.blocks.hold([BLOCK], "lease")
+    store.blocks.let_go([BLOCK], "lease")
+
+    with pytest.raises(StorageFull):
+        store.put(TAIL, bytes(500))
+    store.blocks.let_go([BLOCK], "lease")
+    store.put(TAIL, bytes(500))
+    assert store.keys() == [TAIL]
+
+
 def test_a_tier_of_no_bytes_keeps_nothing() -> None:
     store = MemoryBlocks(0)
 
