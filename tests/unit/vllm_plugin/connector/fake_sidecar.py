@@ -265,8 +265,10 @@ class FakeSidecar(EngineSidecarClient):
         self._arrive("resolve")
         self.questions.append(request)
         best = Resolution(request)
-        named = list(request.cache_refs)
-        while any(self._is_pending(ref, request) for ref in named) and not self.limit_passed.wait(0.005):
+        named, has_passed = list(request.cache_refs), False
+        while any(self._is_pending(ref, request) for ref in named) and not (
+            has_passed := self.limit_passed.wait(0.005)
+        ):
             self._arrival("waiting").set()
         for ref in [*named, *self.manifests]:
             try:
@@ -284,7 +286,7 @@ class FakeSidecar(EngineSidecarClient):
                 break
         answer = pb.ResolveResponse(tier=pb.TIER_HOST, missing=best.missing)
         answer.reason = "" if best.manifest else best.reason
-        if self.coming_ms and self.limit_passed.is_set():
+        if self.coming_ms and has_passed:  # also if another question has cleared the event meanwhile
             self.limit_passed.clear()
             answer.coming_ms = self.coming_ms
         return best.manifest, answer
