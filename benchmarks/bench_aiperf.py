@@ -28,10 +28,10 @@ from benchmarks.bench_trace import MEMORY_BYTES, STACK_DIRECTORY, engine_space, 
 from benchmarks.engines import running
 from benchmarks.estimates import cell, paired_row, percentile
 from benchmarks.processes import Processes
-from benchmarks.result import exit_code, parser_of, write_result
+from benchmarks.result import parser_of, write_result
 from deploy.local.environments import made
 from deploy.local.model import MODEL_DIR, MODEL_NAME
-from deploy.local.progress import Step, run_logged
+from deploy.local.progress import Step, exit_code, run_logged
 from deploy.local.stack import Stack
 from deploy.local.state import KEEPING_KEY
 from deploy.local.table import render

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.estimates import cell, percentile
-from benchmarks.result import exit_code, parser_of, write_result
+from benchmarks.result import parser_of, write_result
 from deploy.local.model import MODEL_NAME
 from deploy.local.ports import LOOPBACK
-from deploy.local.progress import Step
+from deploy.local.progress import Step, exit_code
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS
 from deploy.local.table import render

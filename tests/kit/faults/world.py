@@ -337,8 +337,8 @@ class World:
                 continue
             for (name, labels), value in samples.items():
                 reason = "/".join(value for key, value in sorted(labels) if key not in ("engine", "model_name"))
-                if name.startswith("contextcache_") and name.endswith("_total"):
-                    found[f"{name.removeprefix('contextcache_').removesuffix('_total')} {reason}".strip()] += value
+                if counted := _COUNTER.fullmatch(name):
+                    found[f"{counted[1]} {reason}".strip()] += value
         return dict(found)
 
     def moved(self, before: dict[str, float]) -> list[str]:
@@ -355,10 +355,11 @@ class World:
             row.faults.append("no counter moved")
 
 
+_COUNTER = re.compile(r"contextcache_(\w+?)(?:_total|_duration_seconds_count)")
 _FAULTS = re.compile(
     r"^connector_events (failed|missed|skipped|refused|lost)|^sidecar_(quarantined|misses|bad|failed)"
     r"|^sidecar_collector_failures|^turn_(refused|aborts|unsealed|tenant)|^gateway_.*(failures|broken|unreachable)"
-    r"|^gateway_(requests|refusals)\b.*\b50[0-9]\b|^manager_.*(failures|errors|aborted)"
+    r"|^gateway_(request|refusals)\b.*\b50[0-9]\b|^manager_.*(failures|errors|aborted)"
 )
 """Counters that say that something went wrong."""
 

@@ -253,7 +253,7 @@ async def test_an_answer_that_is_too_large_is_not_kept_and_its_turn_not_run_agai
 
 async def test_a_tenant_without_bytes_left_is_told_before_anything_runs(pod, engine):
     first = await create(pod, session_id="one")
-    pod.manager._bytes._bytes_max = 1
+    pod.manager._bytes.bytes_max = 1
     num_asked = len(engine.generations())
     for refused in (await ask(pod, "one", key="t"), await pod.ask("one", prompt=" more"), await create(pod, key="n")):
         assert code(refused) == (429, "context_quota_exceeded")
@@ -268,7 +268,7 @@ async def test_a_turn_that_ran_out_of_bytes_is_answered_and_not_committed(pod, e
     await create(pod, session_id="one")
 
     def answer(ids):
-        pod.manager._bytes._bytes_max = 1
+        pod.manager._bytes.bytes_max = 1
         return "late"
 
     engine.answer = answer
