@@ -118,20 +118,6 @@ def _trace(result: Mapping[str, Any]) -> str:
     return table(["", "", *counts, "first token, median", "99th percentile"], rows)
 
 
-def _harness(result: Mapping[str, Any]) -> str:
-    rows = [
-        [
-            {"plain": "vLLM alone", **_SYSTEMS}[row["system"]],
-            *(_spaced(row[what]) for what in ("requests", "failures", "computed_tokens")),
-            *(f"{_spaced(row[what])} ms" for what in ("ttft_ms_median", "turn_ms_median", "turn_ms_p95")),
-        ]
-        for row in result["rows"]
-        if row.get("phase", "all") == "all"
-    ]
-    counts = ["requests", "failed", "tokens computed"]
-    return table(["", *counts, "first token, median", "turn, median", "turn, 95th percentile"], rows)
-
-
 def _traced(result: Mapping[str, Any]) -> str:
     of = {row["system"]: row for row in result["rows"] if row["phase"] == "all"}
     again, failed = (
@@ -443,8 +429,6 @@ _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "conversation": ("bench_conversation", _conversation),
     "beside": ("bench_beside", _beside),
     "trace": ("bench_trace", _trace),
-    "trace-calm": ("bench_trace_calm", _harness),
-    "aiperf": ("bench_aiperf", _harness),
     "traced": ("bench_trace", _traced),
     "turns": ("bench_turns", _turns),
     "agents": ("bench_agents", _agents),
