@@ -200,11 +200,13 @@ class _Served:
         """What both halves of the connector have counted, `name` or `name reason`."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+        from vllm_plugin.connector.telemetry import _SEPARATOR
+
         sides = (self._core.scheduler.connector.scheduler_side, get_kv_transfer_group().worker_side)
         found: Counter[str] = Counter()
         for side in sides:
-            for (name, reason), count in side.counters._total.items():
-                found[f"{name} {reason}".strip()] += count
+            for key, count in side.counters._total.items():
+                found[key.replace(_SEPARATOR, " ").strip()] += count
         return dict(found)
 
 
