@@ -368,7 +368,7 @@ class Blocks:
 
     def memory_by_tenant(self) -> Mapping[TenantId, int]:
         """Return the bytes of every tenant's blocks in memory."""
-        return {tenant: size for tenant, size in self._memory.kept_by.items() if size and tenant != NO_TENANT}
+        return {tenant: size for tenant, size in self._memory.kept_by.items() if tenant != NO_TENANT}
 
     def usage(self) -> TierUsage:
         """Return the usage of the disk."""
@@ -377,7 +377,7 @@ class Blocks:
     def memory_usage(self) -> TierUsage:
         """Return the usage of the memory tier."""
         memory = self._memory
-        return TierUsage(memory.num_kept, memory.kept_bytes, memory.limit_bytes)
+        return TierUsage(memory.num_kept, memory.kept_by.total, memory.limit_bytes)
 
     def free_inodes(self) -> float:
         """Return the number of files that the filesystem can still create; infinite: unknown."""

@@ -82,7 +82,7 @@ class Placements:
             return Placement("accepted", "", record.size_bytes, "host")
         if tenant in self._running:
             return Placement(reason=BUSY)
-        bound_bytes = max(memory.share_bytes(tenant), memory.kept_by[tenant])
+        bound_bytes = max(memory.share_bytes(tenant), memory.kept_by.get(tenant, 0))
         room_bytes = min(bound_bytes - blocks.promised_bytes("pin", tenant), memory.limit_bytes // 2)
         wanted = self.tiers.beginning(manifest, room_bytes)
         reason = TENANT_SHARE if room_bytes < memory.limit_bytes // 2 else NO_ROOM

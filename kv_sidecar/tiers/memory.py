@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from contextcache.errors import SidecarUnavailable
 from contextcache.model import CacheRef, TenantId
+from contextcache.requests import TenantShares, fair_share
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.tiers.arena import Region
 
@@ -75,8 +76,8 @@ class Memory:
         """Kept slots without a pin, the least recently used first."""
         self._idle_bytes = 0
         """Bytes that the idle slots take up."""
-        self.num_kept = self.kept_bytes = 0
-        self.kept_by: Counter[TenantId] = Counter()
+        self.num_kept = 0
+        self.kept_by = TenantShares()
         """Bytes of kept slots by tenant."""
         self._lent: dict[int, LentSlot] = {}
         self._last_id = secrets.randbits(40) << 20
@@ -122,7 +123,7 @@ class Memory:
 
     def share_bytes(self, tenant: TenantId) -> int:
         """Return a tenant's share of the memory: an equal part for it and for each tenant with KV here."""
-        return self.limit_bytes // len({tenant, *+self.kept_by})
+        return fair_share(self.limit_bytes, len(self.kept_by) + (tenant not in self.kept_by))
 
     def allocate_fairly(
         self, size_bytes: int, *, tenant: TenantId, bound_bytes: int, idle: Iterator[Slot]
@@ -133,12 +134,12 @@ class Memory:
         those of tenants that keep their share, while the tenant has less than its own.
         """
         while True:
-            after_bytes = self.kept_by[tenant] + size_bytes
+            after_bytes = self.kept_by.get(tenant, 0) + size_bytes
             if after_bytes <= bound_bytes and (offset := self._extents.take(rounded(size_bytes))) is not None:
                 return self._slot_at(offset, size_bytes)
             share_bytes = self.share_bytes(tenant)
             for slot in idle:
-                is_surplus = after_bytes <= share_bytes <= self.kept_by[slot.tenant] - slot.size_bytes
+                is_surplus = after_bytes <= share_bytes <= self.kept_by.get(slot.tenant, 0) - slot.size_bytes
                 if slot in self._idle and (slot.tenant == tenant or is_surplus):
                     self.evict(slot)
                     break
@@ -164,8 +165,7 @@ class Memory:
         """Keep a filled slot as a block's copy, as the most recently used."""
         slot.is_kept, slot.key, slot.tenant = True, key, tenant
         self.num_kept += 1
-        self.kept_bytes += slot.size_bytes
-        self.kept_by[tenant] += slot.size_bytes
+        self.kept_by.add(tenant, slot.size_bytes)
         self._add_idle(slot)
 
     def free(self, slot: Slot) -> int:
@@ -173,8 +173,7 @@ class Memory:
         if slot.is_kept:
             slot.is_kept = False
             self.num_kept -= 1
-            self.kept_bytes -= slot.size_bytes
-            self.kept_by[slot.tenant] -= slot.size_bytes
+            self.kept_by.add(slot.tenant, -slot.size_bytes)
             if not slot.pins:
                 self._drop_idle(slot)
         if self.region is not None:

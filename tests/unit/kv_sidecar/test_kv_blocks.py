@@ -243,7 +243,7 @@ class BlockMachine(RuleBasedStateMachine):
         assert all(self.blocks.kept_bytes(tenant) == kept[tenant] for tenant in (*TENANTS, ""))
         assert self.blocks.usage().size_bytes == sum(known.disk_bytes or 0 for known in self.known.values())
         copies = [block.in_memory for block in self.blocks if block.in_memory is not None]
-        assert self.memory.kept_bytes == sum(slot.size_bytes for slot in copies)
+        assert self.memory.kept_by.total == sum(slot.size_bytes for slot in copies)
         assert self.memory.num_kept == len(copies)
 
 

@@ -85,7 +85,7 @@ def test_a_slot_freed_under_a_pin_is_free_once() -> None:
     memory.free(slot)
     memory.unpin(slot)
 
-    assert (memory.free_bytes, memory.kept_bytes, memory.num_kept) == (LIMIT_BYTES, 0, 0)
+    assert (memory.free_bytes, memory.kept_by.total, memory.num_kept) == (LIMIT_BYTES, 0, 0)
     assert memory.allocate(LIMIT_BYTES) is not None
 
 
@@ -161,7 +161,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert all(a.offset + rounded(a.size_bytes) <= b.offset for a, b in pairwise(occupied))
         assert all(slot.offset + slot.size_bytes <= LIMIT_BYTES for slot in occupied)
         assert self.memory.free_bytes == LIMIT_BYTES - sum(rounded(slot.size_bytes) for slot in occupied)
-        assert self.memory.kept_bytes == sum(slot.size_bytes for slot in kept)
+        assert self.memory.kept_by.total == sum(slot.size_bytes for slot in kept)
         assert self.memory.num_kept == len(kept)
         assert all(slot.is_kept for slot in kept)
 
